@@ -1,0 +1,70 @@
+# Everything runs in .venv, which is made when it is missing and brought up to date when
+# pyproject.toml or constraints.txt changed. The package is installed there in editable form,
+# so that a run always sees the source as it is now.
+#
+#   make test ARGS="-k fold_casts"     more arguments for the tool behind a target
+#   make test WORKERS=8                more test processes
+#   make demo PYTHON=/path/to/python   another Python for a new .venv
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+WORKERS ?= 2
+ARGS ?=
+
+# The first of these that is Python 3.11 or newer.
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help demo test lint types bench-compile bench-casts clean
+
+help:
+	@echo "make demo            train a small network at every level and compare"
+	@echo "make test            run the tests"
+	@echo "make lint            ruff"
+	@echo "make types           mypy, strict, over the package as it is installed"
+	@echo "make bench-compile   how long compilation takes"
+	@echo "make bench-casts     how many casts are left"
+	@echo "make clean           remove .venv and everything built"
+
+demo: $(READY)
+	@$(BIN)/python examples/digits.py $(ARGS)
+
+# One thread a process: the test processes share the cores, and sums come out the same everywhere.
+test: $(READY)
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+lint: $(READY)
+	@$(BIN)/ruff check . $(ARGS)
+
+# mypy does not follow an editable install to passes/ and kernels/, so it gets a regular copy.
+# build/ goes first: setuptools would ship the leftovers of an earlier build. sed gives source paths back.
+types: $(READY)
+	@rm -rf build
+	@$(BIN)/pip install -qq --no-deps --no-build-isolation --target build/types .
+	@cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache \
+		$(ARGS) | sed -E 's#^amp_compiler/(passes|kernels)/#\1/#'
+
+bench-compile: $(READY)
+	@$(BIN)/python benchmarks/compile_time.py $(ARGS)
+
+bench-casts: $(READY)
+	@$(BIN)/python benchmarks/casts.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name .git -prune -o -name __pycache__ -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml constraints.txt
+	@python="$(PYTHON)"; if [ -z "$$python" ]; then \
+		echo "amp-compiler needs Python 3.11 or newer, and none was found on PATH." >&2; \
+		echo "Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; fi; \
+	echo "Setting up $(VENV) with $$python (a minute or more the first time)"; \
+	[ -x $(BIN)/python ] || "$$python" -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq -c constraints.txt setuptools torch
+	@$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e ".[demo,dev]"
+	@touch $@

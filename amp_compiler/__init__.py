@@ -1,0 +1,52 @@
+"""amp-compiler: mixed precision for PyTorch as an explicit, readable graph.
+
+>>> import torch
+>>> from amp_compiler import amp_compile
+>>> fast = amp_compile(torch.nn.Linear(4, 2), level="O2", dtype=torch.bfloat16)
+>>> fast(torch.ones(3, 4)).dtype
+torch.float32
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .compile import AmpModule as AmpModule
+    from .compile import amp_compile as amp_compile
+    from .errors import AmpError as AmpError
+    from .errors import AmpWarning as AmpWarning
+    from .policy import Policy as Policy
+    from .profile import count_casts as count_casts
+    from .report import Report as Report
+    from .scopes import precision as precision
+    from .scopes import set_precision as set_precision
+
+__version__ = "0.1.0"
+
+#: public name -> module that holds it; loaded at first use, so that importing the package stays light
+_PUBLIC = {
+    "AmpError": "errors",
+    "AmpModule": "compile",
+    "AmpWarning": "errors",
+    "Policy": "policy",
+    "Report": "report",
+    "amp_compile": "compile",
+    "count_casts": "profile",
+    "precision": "scopes",
+    "set_precision": "scopes",
+}
+__all__ = [*_PUBLIC, "__version__"]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        value = getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,72 @@
+"""The default front end: ``torch.compile`` with a backend of our own.
+
+Dynamo brings guards, graph breaks, dynamic shapes and re-compilation; this file only tells it what to do
+with each graph and keeps account of what it could not capture. torch 2.13 internals: the ``allow_rnn``
+switch (Dynamo skips nn.LSTM and nn.GRU otherwise), ``compile_subgraph_reason`` on Dynamo's graphs and
+``torch._dynamo.utils.counters`` (the only places that say why a graph ended).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+Backend = Callable[[fx.GraphModule, Sequence[Any]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Uncaptured:
+    """A place where the graph ended or code that ran outside of any graph."""
+
+    what: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.what} ({self.source})" if self.source else self.what
+
+
+def compile_frame(target: Any, backend: Backend, *, dynamic: bool | None, fullgraph: bool) -> Any:
+    """``torch.compile`` with our backend; nothing is captured before the first call."""
+    return torch.compile(target, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
+
+
+@contextlib.contextmanager
+def capture_settings() -> Iterator[None]:
+    """How Dynamo must be set while one of our modules is called (its guards see these settings)."""
+    import torch._dynamo
+
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    # in eval mode nn.TransformerEncoderLayer would be captured as one fused op that no list knows
+    torch.backends.mha.set_fastpath_enabled(False)
+    old = torch._dynamo.config.allow_rnn
+    torch._dynamo.config.allow_rnn = True
+    try:
+        yield
+    finally:
+        torch._dynamo.config.allow_rnn = old
+        torch.backends.mha.set_fastpath_enabled(fastpath)
+
+
+def break_reason(gm: fx.GraphModule) -> Uncaptured | None:
+    """Why Dynamo ended this graph, if it ended early."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not getattr(reason, "graph_break", False):
+        return None
+    stack = getattr(reason, "user_stack", None) or []
+    where = ""
+    if stack:
+        frame = stack[-1]
+        where = f"{frame.filename}:{frame.lineno} in {frame.name}: {(frame.line or '').strip()}"
+    return Uncaptured(f"graph break: {str(reason.reason).strip().splitlines()[0]}", where)
+
+
+def graph_break_counts() -> dict[str, int]:
+    """Dynamo's running count of graph breaks by reason (global to the process)."""
+    from torch._dynamo.utils import counters
+
+    return {str(k): int(v) for k, v in counters["graph_break"].items()}

@@ -1,0 +1,266 @@
+"""Dynamo's graph of torch functions → pre-dispatch ATen, with module path and source line on every node.
+
+torch 2.13 internals used here, and why:
+
+- ``process_inputs`` / ``construct_fake_mode`` (torch._functorch): the fakes that AOTAutograd itself will use,
+  with Dynamo's symbolic shapes; making our own would create a second set of symbols.
+- ``make_fx(..., pre_dispatch=True)`` under ``fx.traceback.preserve_node_meta``: the only tracer that keeps
+  composite ops (``aten.linear``) whole and passes on where each node came from.
+- ``reenter_make_fx`` and ``track_tensor_tree``: to keep a higher-order op as one node with lowered bodies.
+  ``make_fx`` would inline a custom ``autograd.Function`` and lose its gradient without a word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx.traceback
+from torch import fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor_tree
+from torch.utils import _pytree as pytree
+
+from .. import graph as g
+from ..ops.row import OpClass
+from ..policy import Policy
+
+Decompositions = dict[torch._ops.OperatorBase, Callable[..., Any]]
+
+
+def lower(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], policy: Policy, modules: Mapping[int, str]
+) -> fx.GraphModule:
+    """Lower one graph from Dynamo. ``modules`` maps ``id(module)`` to its path in the user's model."""
+    fakes, mode = fakify(example_inputs)
+    interpreter = _LoweringInterpreter(gm)
+    with _tracing(mode):
+        lowered = make_fx(interpreter.run, decomposition_table=decompositions(policy), pre_dispatch=True)(*fakes)
+    assert isinstance(lowered, fx.GraphModule)
+    lowered.graph.eliminate_dead_code()
+    _name_inputs(gm, lowered)
+    _mark_parameters(lowered, example_inputs)
+    for _, inner in g.all_graphs(lowered):
+        annotate_origin(inner, modules)
+    lowered.meta.update(gm.meta)
+    lowered.recompile()
+    return lowered
+
+
+def fakify(example_inputs: Sequence[Any]) -> tuple[list[Any], Any]:
+    """The inputs as AOTAutograd's fakes, and their fake mode."""
+    from torch._functorch._aot_autograd.schemas import AOTConfig
+    from torch._functorch.aot_autograd import construct_fake_mode, process_inputs
+
+    config = AOTConfig(None, None, None, {}, 0, 0, False)  # type: ignore[arg-type]
+    flat = list(example_inputs)
+    mode, shape_env = construct_fake_mode(flat, config)
+    fakes, _ = process_inputs(flat, config, mode, shape_env)
+    return list(fakes), mode
+
+
+@contextlib.contextmanager
+def _tracing(mode: Any) -> Iterator[None]:
+    # mkldnn off: with it nn.LSTM becomes mkldnn_rnn_layer, which AOTAutograd cannot differentiate
+    # (torch.backends.mkldnn.flags would also set TF32 and warn about it)
+    mkldnn = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        with mode, torch.fx.traceback.preserve_node_meta():
+            yield
+    finally:
+        torch._C._set_mkldnn_enabled(mkldnn)
+
+
+# ------------------------------------------------------------------------------------------ decompositions
+
+_RNN = ("lstm.input", "lstm.data", "gru.input", "gru.data", "rnn_tanh.input", "rnn_relu.input",
+        "rnn_tanh.data", "rnn_relu.data")  # fmt: skip
+
+
+def decompositions(policy: Policy) -> Decompositions:
+    """What to take apart while lowering: RNNs always (their fused CPU op has no usable backward under
+    AOTAutograd); under ``Policy.torch`` every composite op that autocast does not list, because autocast
+    sees the ops inside it."""
+    from torch._decomp import get_decompositions
+
+    rnn = [_overload(name) for name in _RNN]
+    table: Decompositions = dict(get_decompositions([op for op in rnn if op is not None]))
+    if policy.autocast_device is not None:
+        table.update(_composites(policy))
+    return table
+
+
+def _composites(policy: Policy) -> Decompositions:
+    from ..ops.names import find_row
+    from ..ops.torch_lists import LISTS
+
+    assert policy.autocast_device is not None
+    listed = frozenset().union(*LISTS[policy.autocast_device].values())
+    table: Decompositions = {}
+    for qualified in torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"):
+        if not qualified.startswith("aten::"):
+            continue
+        name = qualified.removeprefix("aten::")
+        row = find_row(name.split(".")[0])
+        if name in listed or row is None or row.cls in (OpClass.EXACT, OpClass.KEEP):
+            continue  # a composite that only moves values holds nothing that autocast would cast
+        op = _overload(name)
+        if op is not None:
+            table[op] = op.decompose
+    return table
+
+
+def _overload(name: str) -> torch._ops.OpOverload | None:
+    base, _, overload = name.partition(".")
+    packet = getattr(torch.ops.aten, base, None)
+    found = getattr(packet, overload or "default", None)
+    return found if isinstance(found, torch._ops.OpOverload) else None
+
+
+# ------------------------------------------------------------------------------------- higher-order nodes
+
+
+class _LoweringInterpreter(fx.Interpreter):
+    """Runs Dynamo's graph under the tracer; custom autograd functions and checkpoints stay nodes."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if isinstance(target, torch._ops.HigherOrderOperator):
+            if target.name() == "autograd_function_apply":
+                return _keep_autograd_function(target, args, kwargs)
+            if target.name() == "tag_activation_checkpoint":
+                return _keep_checkpoint(target, args, kwargs)
+        return super().call_function(target, args, kwargs)
+
+
+def _keep_autograd_function(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    forward, backward, *given = args
+    lowered_forward = _lower_body(forward, given)
+    output, saved = _outputs(lowered_forward)
+    grads = pytree.tree_leaves(output)
+    lowered_backward = _lower_body(backward, [_fresh(v) for v in (*grads, *pytree.tree_leaves(saved))])
+    frozen = set(kwargs.get("non_differentiable_idx", ()))
+    needs = any(isinstance(a, torch.Tensor) and a.requires_grad for a in given)
+    results = []
+    for index, value in enumerate(pytree.tree_leaves(output)):
+        fresh = _fresh(value)
+        if needs and isinstance(fresh, torch.Tensor) and fresh.is_floating_point() and index not in frozen:
+            fresh.requires_grad_()
+        results.append(fresh)
+    flat = pytree.tree_unflatten(results, pytree.tree_structure(output))
+    return _emit(target, [lowered_forward, lowered_backward], given, kwargs, flat)
+
+
+def _keep_checkpoint(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    body, *given = args
+    lowered = _lower_body(body, given)
+    if "_checkpoint_context_fn" in body.meta:
+        lowered.meta["_checkpoint_context_fn"] = body.meta["_checkpoint_context_fn"]
+    values = _outputs(lowered)
+    needs = any(isinstance(a, torch.Tensor) and a.requires_grad for a in given)
+    fresh = pytree.tree_map_only(torch.Tensor, lambda v: _fresh(v, needs), values)
+    return _emit(target, [lowered], given, kwargs, fresh)
+
+
+def _lower_body(body: fx.GraphModule, given: Sequence[Any]) -> fx.GraphModule:
+    from torch._higher_order_ops.utils import reenter_make_fx
+
+    with torch.fx.traceback.preserve_node_meta():
+        lowered = reenter_make_fx(_LoweringInterpreter(body).run)(*given)
+    assert isinstance(lowered, fx.GraphModule)
+    return lowered
+
+
+def _outputs(gm: fx.GraphModule) -> Any:
+    result = next(n for n in gm.graph.nodes if n.op == "output").args[0]
+    return pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], result)
+
+
+def _fresh(value: Any, requires_grad: bool = False) -> Any:
+    """A new fake like ``value``, unknown to any tracer."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+    with disable_proxy_modes_tracing():
+        fresh = g.retype(value, value.dtype)
+    return fresh.requires_grad_() if requires_grad and value.is_floating_point() else fresh
+
+
+def _emit(target: Any, bodies: list[fx.GraphModule], given: Sequence[Any], kwargs: Any, values: Any) -> Any:
+    mode = get_proxy_mode()
+    assert mode is not None
+    tracer = mode.tracer
+    held = []
+    for body in bodies:
+        name = tracer.get_fresh_qualname(f"{target.name()}_body")  # type: ignore[attr-defined]
+        tracer.root.register_module(name, body)
+        held.append(tracer.create_proxy("get_attr", name, (), {}))
+    proxies = pytree.tree_map(tracer.unwrap_proxy, tuple(given))  # type: ignore[attr-defined]
+    out = tracer.create_proxy("call_function", target, (*held, *proxies), dict(kwargs))
+    return track_tensor_tree(values, out, constant=None, tracer=tracer)
+
+
+# ------------------------------------------------------------------------------------------------- origin
+
+
+def annotate_origin(gm: fx.GraphModule, modules: Mapping[int, str]) -> None:
+    """Write each node's module stack with paths as ``named_modules`` has them."""
+    cache: dict[int, list[tuple[str, Any]]] = {}
+    for node in gm.graph.nodes:
+        raw = node.meta.get("nn_module_stack")
+        if not raw:
+            continue
+        if id(raw) not in cache:
+            cache[id(raw)] = [(_path(key, value[0], modules), value[1]) for key, value in raw.items()]
+        node.meta["amp_module_stack"] = cache[id(raw)]
+
+
+_INDEX = re.compile(r"\[['\"]?([^'\"\]]+)['\"]?\]")
+_ROOT = re.compile(r"^(L|G)\[['\"][^'\"]+['\"]\]\.?|^L__self__\.?|^L\.")
+
+
+def _path(key: Any, name: str, modules: Mapping[int, str]) -> str:
+    digits = str(key).split("@")[0]
+    if digits.isdigit() and int(digits) in modules:
+        return modules[int(digits)]
+    clean = _ROOT.sub("", name)
+    clean = re.sub(r"\._(modules|parameters|buffers)(?=\[|\.)", "", clean)
+    clean = re.sub(r"^_(modules|parameters|buffers)(?=\[|\.)", "", clean)
+    return _INDEX.sub(r".\1", clean).lstrip(".")
+
+
+def _mark_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Traced values are detached, so what is a leaf that needs a gradient has to be written down."""
+    places = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    for node, value in zip(places, example_inputs, strict=True):
+        if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf:
+            node.meta[g.PARAMETER] = True
+
+
+def _name_inputs(source: fx.GraphModule, lowered: fx.GraphModule) -> None:
+    """Give placeholders the names that the user knows: ``encoder_0_weight`` instead of ``arg3_1``."""
+    olds = [n for n in source.graph.nodes if n.op == "placeholder"]
+    news = [n for n in lowered.graph.nodes if n.op == "placeholder"]
+    for old, new in zip(olds, news, strict=True):
+        origin = getattr(old, "_dynamo_source", None)
+        if origin is not None:
+            new._dynamo_source = origin
+        for key in ("tensor_dict", "grapharg"):
+            if key in old.meta:
+                new.meta[key] = old.meta[key]
+        text = origin.name if origin is not None else str(old.target)
+        text = text() if callable(text) else str(text)
+        new._rename(_input_name(text) or str(old.target))
+
+
+def _input_name(source: str) -> str:
+    """``x`` for ``L['x']``, ``args_0`` for ``L['args'][0]``, ``encoder_0_weight`` for a parameter's source."""
+    if re.search(r"_(parameters|buffers)\[", source):
+        path = _path("", source, {})
+        name = re.sub(r"\W+", "_", path).strip("_")
+        return f"model_{name}" if name[:1].isdigit() else name
+    name = re.sub(r"\W+", "_", re.sub(r"^[LG](?=\[)", "", source)).strip("_")
+    return name

@@ -1,0 +1,456 @@
+"""``amp_compile``: a model in fp32 in, the same model in mixed precision out."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+import torch
+from torch import fx, nn
+
+from . import graph as g
+from . import pipeline
+from .capture import dynamo
+from .errors import AmpError, AmpWarning, ArgumentError, BannedOpError, CaptureError, PolicyError
+from .ops.names import OpLike
+from .passes.base import Context
+from .policy import Policy, check_level, check_low_dtype, default_dtype, dtype_name, matches
+from .report import Report, Row, build_report, cast_totals, graph_rows
+from .scopes import marked_modules
+from .verify import deep_by_default, verify
+
+BACKENDS = ("auto", "eager", "inductor")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The checked arguments of one ``amp_compile`` call."""
+
+    policy: Policy
+    backend: str = "auto"
+    keep_output_dtypes: bool = True
+    dynamic: bool | None = None
+    fullgraph: bool = False
+    disable_passes: tuple[str, ...] = ()
+
+
+@dataclass
+class Piece:
+    """One captured graph: the rewritten forward, its rows, and what its executed form costs."""
+
+    graph: fx.GraphModule
+    rows: list[Row]
+    casts: tuple[int, int]
+
+
+@dataclass
+class State:
+    """Everything that capturing adds; a fresh one for each compiled module."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    history: list[pipeline.Record] = field(default_factory=list)
+    not_captured: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    warned: set[str] = field(default_factory=set)
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+class AmpModule(nn.Module):
+    """What ``amp_compile`` returns: behaves as the original module and runs in mixed precision.
+
+    Parameters, buffers and submodules are the original's own objects, so ``state_dict()`` has the original's
+    keys and any optimizer works. ``enabled = False`` runs the original.
+    """
+
+    _OWN = ("enabled", "training", "_original", "_options", "_state", "_compiled", "_modules", "_parameters",
+            "_buffers", "_is_function", "_ready")  # fmt: skip
+
+    def __init__(self, target: Callable[..., Any], options: Options) -> None:
+        is_function = not isinstance(target, nn.Module)
+        object.__setattr__(self, "_ready", False)
+        super().__init__()
+        object.__setattr__(self, "_original", target)
+        object.__setattr__(self, "_is_function", is_function)
+        object.__setattr__(self, "_options", options)
+        object.__setattr__(self, "_state", State())
+        object.__setattr__(self, "_compiled", None)
+        object.__setattr__(self, "enabled", True)
+        if isinstance(target, nn.Module):
+            for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+                object.__setattr__(self, name, getattr(target, name))
+        object.__setattr__(self, "_ready", True)
+
+    # ------------------------------------------------------------------------------------------- calling
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.enabled:
+            return self._original(*args, **kwargs)
+        if self._compiled is None:
+            backend = _Backend(self._original, self._options, self._state)
+            compiled = dynamo.compile_frame(
+                self._original, backend, dynamic=self._options.dynamic, fullgraph=self._options.fullgraph
+            )
+            object.__setattr__(self, "_compiled", compiled)
+        with self._no_autocast(), dynamo.capture_settings():
+            try:
+                result = self._compiled(*args, **kwargs)
+            except Exception as error:
+                explained = _explain(error)
+                if explained is None:
+                    raise
+                raise explained from error
+        if not self._state.pieces:
+            self._nothing_captured()
+        return result
+
+    @contextlib.contextmanager
+    def _no_autocast(self) -> Iterator[None]:
+        """The policy wins over a surrounding ``torch.autocast``, which capture would bake into the graph."""
+        if not torch._C._is_any_autocast_enabled():
+            yield
+            return
+        if "autocast" not in self._state.warned:
+            self._state.warned.add("autocast")
+            warnings.warn(
+                "An amp_compile'd module was called inside torch.autocast: its own policy wins, autocast is off "
+                "inside it. Take the module out of the region, or set compiled.enabled = False there.",
+                AmpWarning,
+                stacklevel=4,
+            )
+        with contextlib.ExitStack() as stack:
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            yield
+
+    def _nothing_captured(self) -> None:
+        reasons = [r for r in dynamo.graph_break_counts() if r]
+        text = "no tensor op was captured: the model runs as plain Python, in the precision it has"
+        if reasons and "nothing" not in self._state.warned:
+            self._state.warned.add("nothing")
+            first = reasons[-1].strip().splitlines()[0]
+            self._state.not_captured.append(f"the whole model: {first}")
+            warnings.warn(f"amp_compile: {text}. Last reason that Dynamo gives: {first}", AmpWarning, stacklevel=3)
+        self._state.note(text)
+
+    # ------------------------------------------------------------------------------------------- looking
+
+    @property
+    def original(self) -> Any:
+        """The module or function that was compiled, untouched."""
+        return self._original
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in force."""
+        policy: Policy = self._options.policy
+        return policy
+
+    @property
+    def graphs(self) -> list[fx.GraphModule]:
+        """The rewritten forward graphs, one for each piece and each re-compilation."""
+        return [piece.graph for piece in self._state.pieces]
+
+    @property
+    def history(self) -> list[pipeline.Record]:
+        """Every stage of every graph: name, seconds, modified, text."""
+        return list(self._state.history)
+
+    def report(self, graph: int | None = None) -> Report:
+        """Every op with its precision and why, over all graphs captured so far (or one of them)."""
+        state: State = self._state
+        pieces = state.pieces if graph is None else [state.pieces[graph]]
+        notes = list(state.notes)
+        if not state.pieces and not notes:
+            notes.append("nothing captured yet: call the model once with example inputs")
+        return build_report(
+            (row for piece in pieces for row in piece.rows), (piece.casts for piece in pieces),
+            level=self.policy.level, dtype=self.policy.low, not_captured=state.not_captured, notes=notes,
+        )  # fmt: skip
+
+    # ----------------------------------------------------------------------------- behaving as a module
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        """The original's mode."""
+        return bool(getattr(self._original, "training", False)) if self._ready else True
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if self._ready and not self._is_function:
+            self._original.training = mode
+
+    def train(self, mode: bool = True) -> AmpModule:
+        if not self._is_function:
+            self._original.train(mode)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return super().state_dict(*args, **kwargs) if self._is_function else self._original.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_function:
+            return super().load_state_dict(*args, **kwargs)
+        return self._original.load_state_dict(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in AmpModule._OWN:
+            raise AttributeError(name)
+        return getattr(self._original, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in AmpModule._OWN or not self.__dict__.get("_ready", False) or self._is_function:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._original, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._original, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AmpModule:
+        twin = AmpModule(copy.deepcopy(self._original, memo), self._options)
+        twin.enabled = self.enabled
+        memo[id(self)] = twin
+        return twin
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return AmpModule, (self._original, self._options)
+
+    def __repr__(self) -> str:
+        policy = self.policy
+        return f"amp_compile(level={policy.level!r}, dtype={dtype_name(policy.low)})({self._original!r})"
+
+
+# -------------------------------------------------------------------------------------------- the backend
+
+
+class _Backend:
+    """What Dynamo calls with each graph: lower, run the passes, differentiate, give back a callable."""
+
+    def __init__(self, target: Any, options: Options, state: State) -> None:
+        self.target, self.options, self.state = target, options, state
+        self.forward, self.joint, self.inference = pipeline.build(options.disable_passes)
+        self.__name__ = "amp_compiler"
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        reason = dynamo.break_reason(gm)
+        if reason is not None and str(reason) not in self.state.not_captured:
+            self.state.not_captured.append(str(reason))
+        with _guarded(self.state, "a graph could not be rewritten and runs in the precision it has") as rewritten:
+            graph = self.rewrite(gm, example_inputs)
+        if not rewritten:
+            return gm.forward
+        with _guarded(self.state, "AOTAutograd could not take a graph; its casts run unfolded") as compiled:
+            result = self.run(graph, example_inputs)
+        return result if compiled else graph.forward
+
+    def rewrite(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+        from .capture.lower import lower
+
+        start = time.perf_counter()
+        module = self.target if isinstance(self.target, nn.Module) else None
+        paths = {id(m): name for name, m in module.named_modules()} if module is not None else {}
+        ctx = Context(
+            self.options.policy, self.options.keep_output_dtypes, marked_modules(module) if module is not None else {}
+        )
+        graph = lower(gm, example_inputs, self.options.policy, paths)
+        verify(graph, ("captured",), ctx, "capture")
+        history = [
+            pipeline.Record("capture", time.perf_counter() - start, True, g.format_graph(graph), "forward",
+                            len(graph.graph.nodes))
+        ]  # fmt: skip
+        self.forward.run(graph, ctx, history, graph="forward")
+        self.state.history.extend(history)
+        return graph
+
+    def run(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        from .capture.autodiff import compile_graph
+
+        piece = Piece(graph, graph_rows(graph, len(self.state.pieces)), cast_totals(graph))
+        self.state.pieces.append(piece)
+        ctx = Context(self.options.policy, self.options.keep_output_dtypes)
+
+        def joint(differentiated: fx.GraphModule, kind: str) -> None:
+            steps = self.joint if kind == "joint" else self.inference
+            steps.run(differentiated, ctx, self.state.history, graph=kind)
+            piece.casts = cast_totals(differentiated)
+
+        return compile_graph(graph, example_inputs, resolve_backend(self.options.backend, example_inputs), joint)
+
+
+@contextlib.contextmanager
+def _guarded(state: State, what: str) -> Iterator[list[bool]]:
+    """Yields a list that is non-empty when the body went through; a failure becomes a warning and a note,
+    so that a model we cannot treat runs as it did without us. Errors meant for the user go up."""
+    done: list[bool] = []
+    try:
+        yield done
+        done.append(True)
+    except BannedOpError:
+        raise
+    except Exception as error:
+        from torch._dynamo.exc import TorchDynamoException
+
+        if isinstance(error, TorchDynamoException) or deep_by_default():
+            raise
+        text = f"{what}: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        state.note(text)
+        warnings.warn(f"amp_compile: {text}", AmpWarning, stacklevel=2)
+
+
+def _explain(error: Exception) -> Exception | None:
+    """Our own error out of Dynamo's wrapping, or a clear one for what cannot be in one graph."""
+    import torch._dynamo.exc as exc
+
+    inner: BaseException | None = error
+    for _ in range(8):
+        if isinstance(inner, AmpError):
+            return inner if inner is not error else None
+        inner = getattr(inner, "inner_exception", None) or (inner.__cause__ if inner is not None else None)
+    if isinstance(error, exc.Unsupported):
+        first = str(error).strip().splitlines()[0]
+        return CaptureError(
+            f"With fullgraph=True the model must be one graph, and it is not: {first} "
+            "Leave fullgraph off to compile the pieces, or take that code out of forward."
+        )
+    return None
+
+
+def resolve_backend(backend: str, inputs: Sequence[Any]) -> str:
+    """``auto`` is inductor when a CUDA tensor is there, eager otherwise."""
+    if backend != "auto":
+        return backend
+    return "inductor" if any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs) else "eager"
+
+
+# ------------------------------------------------------------------------------------------- the function
+
+
+@overload
+def amp_compile(
+    model: Callable[..., Any], level: str = ..., *, dtype: torch.dtype | str | None = ..., policy: Policy | None = ...,
+    white_list: Iterable[OpLike] = ..., black_list: Iterable[OpLike] = ...,
+    exclude: Iterable[str | type[nn.Module]] = ..., backend: str = ..., keep_output_dtypes: bool = ...,
+    dynamic: bool | None = ..., fullgraph: bool = ..., disable_passes: Iterable[str] = ...,
+) -> AmpModule: ...  # fmt: skip
+@overload
+def amp_compile(
+    model: None = None, level: str = ..., *, dtype: torch.dtype | str | None = ..., policy: Policy | None = ...,
+    white_list: Iterable[OpLike] = ..., black_list: Iterable[OpLike] = ...,
+    exclude: Iterable[str | type[nn.Module]] = ..., backend: str = ..., keep_output_dtypes: bool = ...,
+    dynamic: bool | None = ..., fullgraph: bool = ..., disable_passes: Iterable[str] = ...,
+) -> Callable[[Callable[..., Any]], AmpModule]: ...  # fmt: skip
+def amp_compile(
+    model: Callable[..., Any] | None = None,
+    level: str = "O2",
+    *,
+    dtype: torch.dtype | str | None = None,
+    policy: Policy | None = None,
+    white_list: Iterable[OpLike] = (),
+    black_list: Iterable[OpLike] = (),
+    exclude: Iterable[str | type[nn.Module]] = (),
+    backend: str = "auto",
+    keep_output_dtypes: bool = True,
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+    disable_passes: Iterable[str] = (),
+) -> Any:
+    """Compile a module or function to mixed precision; it is captured at its first call.
+
+    ``level``: "O0", "O1", "auto", "O2" or "O3". ``dtype``: float16 or bfloat16 (default: fp16 on CUDA, bf16
+    elsewhere). ``policy``: a ``Policy`` instead of level and dtype. ``white_list`` / ``black_list``: ops to run
+    low / in fp32. ``exclude``: modules to leave in fp32, by path pattern or class. ``backend``: "eager",
+    "inductor" or "auto" (inductor on CUDA). ``disable_passes``: names of passes to leave out.
+    The model itself is never changed. Without a model it is a decorator.
+
+    >>> fast = amp_compile(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), level="O1")
+    >>> _ = fast(torch.ones(1, 4))
+    >>> fast.report().by_precision["bfloat16"]
+    3
+    """
+    options: dict[str, Any] = dict(
+        level=level, dtype=dtype, policy=policy, white_list=white_list, black_list=black_list, exclude=exclude,
+        backend=backend, keep_output_dtypes=keep_output_dtypes, dynamic=dynamic, fullgraph=fullgraph,
+        disable_passes=disable_passes,
+    )  # fmt: skip
+    if model is None:
+        check_level(level)
+        return lambda target: amp_compile(target, **options)
+    if isinstance(model, AmpModule):
+        raise ArgumentError("This module is amp_compile'd already: compile module.original with the new options.")
+    if isinstance(model, type) or not callable(model):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"{type(model).__name__} {model!r}"
+        raise ArgumentError(f"amp_compile takes a torch.nn.Module or a function, not {what}.")
+    if backend not in BACKENDS:
+        raise ArgumentError(f"Unknown backend {backend!r}: choose one of {', '.join(BACKENDS)}.")
+    chosen = _policy(model, level, dtype, policy)
+    chosen = chosen.with_ops(low=white_list, fp32=black_list)
+    chosen = _with_excluded(chosen, model, exclude)
+    names = tuple(pipeline.check_names(disable_passes))
+    return AmpModule(model, Options(chosen, backend, keep_output_dtypes, dynamic, fullgraph, names))
+
+
+def _policy(model: Any, level: str, dtype: Any, policy: Policy | None) -> Policy:
+    check_level(level)
+    device = _device(model)
+    if policy is None:
+        return Policy.default(level, dtype, device)
+    if not isinstance(policy, Policy):
+        raise ArgumentError(f"policy must be an amp_compiler.Policy, not {type(policy).__name__}.")
+    if dtype is not None and policy.dtype not in (None, check_low_dtype(dtype)):
+        raise ArgumentError(f"dtype={dtype} contradicts the policy's {policy.dtype}: give one of them.")
+    wanted = policy.dtype or (check_low_dtype(dtype) if dtype is not None else default_dtype(device))
+    return dataclasses.replace(policy, dtype=wanted)
+
+
+def _device(model: Any) -> str:
+    if isinstance(model, nn.Module):
+        for tensor in (*model.parameters(), *model.buffers()):
+            return tensor.device.type
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _with_excluded(policy: Policy, model: Any, exclude: Iterable[str | type[nn.Module]]) -> Policy:
+    if isinstance(exclude, (str, type)):
+        raise ArgumentError(f"exclude must be a list of path patterns and module classes: write [{exclude!r}].")
+    given = list(exclude)
+    if (given or policy.modules) and not isinstance(model, nn.Module):
+        raise PolicyError("exclude and module rules need a torch.nn.Module: a function has no module paths.")
+    if not isinstance(model, nn.Module):
+        return policy
+    modules = dict(model.named_modules())
+    rules: dict[str, str] = {}
+    for item in given:
+        if isinstance(item, str):
+            found = [item] if any(matches(item, path) for path in modules) else []
+        elif isinstance(item, type) and issubclass(item, nn.Module):
+            found = [path for path, module in modules.items() if isinstance(module, item)]
+        else:
+            raise ArgumentError(f"exclude takes path patterns and module classes, not {item!r}.")
+        if not found:
+            raise PolicyError(_no_match(item, modules))
+        rules.update(dict.fromkeys(found, "float32"))
+    for pattern, _ in policy.modules:
+        if not any(matches(pattern, path) for path in modules):
+            raise PolicyError(_no_match(pattern, modules))
+    return policy.with_modules(rules) if rules else policy
+
+
+def _no_match(item: Any, modules: Iterable[str]) -> str:
+    import difflib
+
+    paths = [p for p in modules if p]
+    if isinstance(item, type):
+        return f"exclude: the model has no module of class {item.__name__}."
+    near = difflib.get_close_matches(item.rstrip(".*"), paths, n=1)
+    hint = f" Did you mean '{near[0]}'?" if near else f" Paths look like: {', '.join(paths[:4]) or '(none)'}."
+    return f"The module pattern {item!r} matches no module of the model.{hint}"

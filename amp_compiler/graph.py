@@ -1,0 +1,396 @@
+"""The vocabulary that capture, passes, verifier and report share: what one FX node says of precision.
+
+Two dialects of FX pass through this module (DESIGN §2): pre-dispatch ATen, where precision is decided,
+and functional ATen, which AOTAutograd gives back. A cast is spelled ``aten.to.dtype`` in the first and
+``aten._to_copy`` in the second; ``is_cast`` knows both.
+"""
+
+from __future__ import annotations
+
+import enum
+import operator
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from .ops.row import OpClass
+
+aten = torch.ops.aten
+
+DTYPE_NAMES = {
+    torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.float64: "f64",
+    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8",
+    torch.bool: "b8", torch.complex64: "c64", torch.complex128: "c128",
+}  # fmt: skip
+LOW_DTYPES = (torch.float16, torch.bfloat16)
+#: dtypes that a precision decision may change; fp64, complex and integers are never touched
+ELIGIBLE = (torch.float32, *LOW_DTYPES)
+
+META = "amp"  # node.meta key of the Decision
+PARAMETER = "amp_parameter"  # node.meta key, True on an input that is a leaf and needs a gradient
+REGION = "amp_region"  # node.meta key of the precision region a node stands in (see passes/normalize.py)
+
+
+class Mode(enum.Enum):
+    """What the arguments of a node must look like."""
+
+    CAST = "cast"  # every float argument is cast to the node's precision
+    TRACED = "traced"  # every float argument has the dtype that it was traced with
+    NATIVE = "native"  # arguments stay as they come; torch's own type promotion decides
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The precision of one node and why. ``out`` holds the dtype of each output tensor (None: no float)."""
+
+    mode: Mode
+    precision: torch.dtype | None
+    reason: str
+    cls: OpClass | None = None
+    out: tuple[torch.dtype | None, ...] = ()
+    keep_args: tuple[str, ...] = ()
+    rule: str = ""  # short machine-readable source of the decision: "table", "exclude", "black_list" …
+
+
+def decision(node: fx.Node) -> Decision | None:
+    """The decision on ``node``, or None before ``assign_precision`` ran."""
+    found = node.meta.get(META)
+    assert found is None or isinstance(found, Decision)
+    return found
+
+
+def decide(node: fx.Node, value: Decision) -> None:
+    """Write ``value`` on ``node``."""
+    node.meta[META] = value
+
+
+def amend(node: fx.Node, **changes: Any) -> None:
+    """Change some fields of the decision on ``node``."""
+    node.meta[META] = replace(node.meta[META], **changes)
+
+
+# ---------------------------------------------------------------------------------------------- values
+
+
+def tensor_outputs(node: fx.Node) -> tuple[torch.Tensor | None, ...]:
+    """The traced value of a node as a flat tuple; anything that is no tensor stands as None."""
+    val = node.meta.get("val")
+    if isinstance(val, torch.Tensor):
+        return (val,)
+    if isinstance(val, (tuple, list)):
+        return tuple(v if isinstance(v, torch.Tensor) else None for v in pytree.tree_leaves(val))
+    return ()
+
+
+def tensor_of(node: fx.Node) -> torch.Tensor | None:
+    """The single tensor that a node stands for, or None."""
+    val = node.meta.get("val")
+    return val if isinstance(val, torch.Tensor) else None
+
+
+def dtype_of(node: fx.Node) -> torch.dtype | None:
+    """The dtype of a node's value after rewriting: the decision's if there is one, else the traced one."""
+    known = node.meta.get(META)
+    if known is not None and len(known.out) == 1:
+        out: torch.dtype | None = known.out[0]
+        if out is not None:
+            return out
+    val = tensor_of(node)
+    return None if val is None else val.dtype
+
+
+def is_eligible(value: torch.Tensor | None) -> bool:
+    """True for a dense tensor whose precision may be changed."""
+    return value is not None and value.dtype in ELIGIBLE and value.layout is torch.strided
+
+
+def nbytes(value: torch.Tensor, dtype: torch.dtype | None = None) -> int:
+    """Bytes of a (fake) tensor; a symbolic size counts with its hint."""
+    total = (dtype or value.dtype).itemsize
+    for size in value.shape:
+        total *= concrete(size)
+    return total
+
+
+def concrete(size: Any) -> int:
+    """An int for a possibly symbolic size: its hint, or 1 for an unbacked one."""
+    if isinstance(size, int):
+        return size
+    node = getattr(size, "node", None)
+    hint = getattr(node, "hint", None)
+    return int(hint) if hint is not None else 1
+
+
+def retype(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A fake tensor like ``value`` in another dtype."""
+    mode = getattr(value, "fake_mode", None)
+    if mode is None:
+        return torch.empty_strided(value.size(), value.stride(), dtype=dtype, device="meta")
+    with mode, torch.no_grad():
+        return torch.empty_strided(value.size(), value.stride(), dtype=dtype, device=value.device)
+
+
+# ---------------------------------------------------------------------------------------------- casts
+
+
+def is_cast(node: fx.Node) -> bool:
+    """True for an explicit dtype conversion that does nothing else (no device, no layout change)."""
+    if node.op != "call_function":
+        return False
+    if node.target is aten.to.dtype or node.target is torch.ops.prims.convert_element_type.default:
+        return len(node.args) == 2 and not any(node.kwargs.values())
+    return node.target is aten._to_copy.default and "dtype" in node.kwargs and _changes_only_dtype(node)
+
+
+def _changes_only_dtype(node: fx.Node) -> bool:
+    """``_to_copy`` as autograd writes it names the layout and device that the value has anyway."""
+    source = node.args[0]
+    before = tensor_of(source) if isinstance(source, fx.Node) else None
+    for key, value in node.kwargs.items():
+        if key == "dtype" or value is None or value is False:
+            continue
+        if before is None or (key, value) not in (("layout", before.layout), ("device", before.device)):
+            return False
+    return True
+
+
+def cast_dtype(node: fx.Node) -> torch.dtype:
+    """The dtype that a cast node converts to."""
+    dtype = node.kwargs["dtype"] if node.target is aten._to_copy.default else node.args[1]
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def cast_source(node: fx.Node) -> fx.Node:
+    """The node whose value a cast node converts."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return source
+
+
+def is_float_cast(node: fx.Node) -> bool:
+    """True for a cast between two different float dtypes: what reports and benchmarks count."""
+    if not is_cast(node):
+        return False
+    source, result = tensor_of(cast_source(node)), tensor_of(node)
+    return (
+        source is not None and result is not None and source.dtype != result.dtype
+        and source.dtype.is_floating_point and result.dtype.is_floating_point
+    )  # fmt: skip
+
+
+def lossless(source: torch.dtype, target: torch.dtype) -> bool:
+    """True when every value of ``source`` is a value of ``target``, so that a cast changes nothing."""
+    if source == target:
+        return True
+    exact: dict[torch.dtype, tuple[torch.dtype, ...]] = {
+        torch.float16: (torch.float32, torch.float64),
+        torch.bfloat16: (torch.float32, torch.float64),
+        torch.float32: (torch.float64,),
+        torch.bool: (torch.bfloat16, torch.float16, torch.float32, torch.float64),
+        torch.uint8: (torch.bfloat16, torch.float16, torch.float32, torch.float64),
+        torch.int8: (torch.bfloat16, torch.float16, torch.float32, torch.float64),
+        torch.int16: (torch.float32, torch.float64),
+        torch.int32: (torch.float64,),
+    }
+    return target in exact.get(source, ())
+
+
+# ---------------------------------------------------------------------------------------- op names, args
+
+
+def op_name(node: fx.Node) -> str:
+    """A node's op as people write it: ``linear`` for ATen, ``namespace::name`` for others."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        namespace, name = target._schema.name.split("::")
+        return name if namespace == "aten" else f"{namespace}::{name}"
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return f"higher_order::{target.name()}"
+    if callable(target):
+        return getattr(target, "__name__", str(target))
+    return str(target)
+
+
+def overload_name(node: fx.Node) -> str:
+    """``conv2d.padding`` or ``linear``: the name with its overload, as the dispatcher lists it."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        name = target._schema.name.split("::")[1]
+        return f"{name}.{target._schema.overload_name}" if target._schema.overload_name else name
+    return op_name(node)
+
+
+def is_higher_order(node: fx.Node) -> bool:
+    """True for a node whose op takes graphs (cond, checkpoint, a custom autograd function …)."""
+    return node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
+def is_getitem(node: fx.Node) -> bool:
+    """True for the selection of one output of a multi-output node."""
+    return node.op == "call_function" and node.target is operator.getitem
+
+
+def schema_args(node: fx.Node) -> Iterator[tuple[str, Any]]:
+    """(name, value) of each argument given, named by the op's schema (positions where it has none)."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        names = [a.name for a in node.target._schema.arguments]
+    else:
+        names = [str(i) for i in range(len(node.args))]
+    yield from zip(names, node.args, strict=False)
+    yield from node.kwargs.items()
+
+
+def tensor_args(node: fx.Node) -> Iterator[tuple[str, fx.Node]]:
+    """(argument name, node) for each argument that is a tensor, lists included, in order."""
+    for name, value in schema_args(node):
+        if isinstance(value, fx.Node):
+            if tensor_of(value) is not None:
+                yield name, value
+        elif isinstance(value, (list, tuple)):
+            for item in pytree.tree_leaves(value):
+                if isinstance(item, fx.Node) and tensor_of(item) is not None:
+                    yield name, item
+
+
+def mutated_args(node: fx.Node) -> frozenset[str]:
+    """Names of the arguments that a node writes to."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+        return frozenset()
+    return frozenset(
+        a.name for a in node.target._schema.arguments if a.alias_info is not None and a.alias_info.is_write
+    )
+
+
+def map_tensor_args(node: fx.Node, change: Callable[[str, fx.Node], fx.Node]) -> None:
+    """Replace each tensor argument by ``change(argument name, node)``."""
+
+    def visit(name: str, value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return change(name, value) if tensor_of(value) is not None else value
+        if isinstance(value, (list, tuple)):
+            return pytree.tree_map_only(
+                fx.Node, lambda n: change(name, n) if tensor_of(n) is not None else n, value
+            )
+        return value
+
+    named = list(schema_args(node))
+    node.args = tuple(visit(name, value) for name, value in named[: len(node.args)])
+    node.kwargs = {name: visit(name, value) for name, value in named[len(node.args) :]}
+
+
+def subgraphs(gm: fx.GraphModule, node: fx.Node) -> list[tuple[str, fx.GraphModule]]:
+    """The graphs that a higher-order node holds, with their attribute names, in argument order."""
+    found = []
+    for value in pytree.tree_leaves((node.args, node.kwargs)):
+        if isinstance(value, fx.Node) and value.op == "get_attr":
+            inner = getattr(gm, str(value.target), None)
+            if isinstance(inner, fx.GraphModule):
+                found.append((str(value.target), inner))
+    return found
+
+
+def all_graphs(gm: fx.GraphModule, prefix: str = "") -> Iterator[tuple[str, fx.GraphModule]]:
+    """``gm`` and every graph below it, each with its dotted name."""
+    yield prefix, gm
+    for node in gm.graph.nodes:
+        if is_higher_order(node):
+            for name, inner in subgraphs(gm, node):
+                yield from all_graphs(inner, f"{prefix}.{name}" if prefix else name)
+
+
+# ------------------------------------------------------------------------------------- where it came from
+
+
+def module_stack(node: fx.Node) -> list[tuple[str, Any]]:
+    """(module path, class) from the outermost module to the innermost; paths as ``named_modules`` has them."""
+    found = node.meta.get("amp_module_stack")
+    return found if found is not None else []
+
+
+def module_path(node: fx.Node) -> str:
+    """The path of the innermost module that a node came from ('' for the model itself)."""
+    stack = module_stack(node)
+    return stack[-1][0] if stack else ""
+
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<where>\S+)\n\s*(?P<code>[^\n]*)')
+
+
+def source_line(node: fx.Node) -> str:
+    """``file.py:12 in forward: self.fc(x)`` for the innermost user frame, or ''."""
+    trace = node.meta.get("stack_trace") or ""
+    frames = _FRAME.findall(trace)
+    if not frames:
+        return ""
+    file, line, where, code = frames[-1]
+    return f"{file}:{line} in {where}: {code.strip()}"
+
+
+def inherit_origin(node: fx.Node, origin: fx.Node) -> None:
+    """Give a new node the source line and module of the node that it was made for."""
+    for key in ("stack_trace", "nn_module_stack", "amp_module_stack", "seq_nr", "custom", REGION):
+        if key in origin.meta:
+            node.meta[key] = origin.meta[key]
+
+
+# ------------------------------------------------------------------------------------------------- text
+
+
+def format_value(value: Any) -> str:
+    """``bf16[8, 64]`` for a tensor, a tuple of them for several, '' for anything else."""
+    if isinstance(value, torch.Tensor):
+        name = DTYPE_NAMES.get(value.dtype, str(value.dtype).removeprefix("torch."))
+        return f"{name}[{', '.join(str(s) for s in value.shape)}]"
+    if isinstance(value, (tuple, list)):
+        return "(" + ", ".join(format_value(v) or "_" for v in value) + ")"
+    return ""
+
+
+def format_argument(value: Any) -> str:
+    """An argument as a person would write it."""
+    if isinstance(value, fx.Node):
+        return value.name
+    if isinstance(value, torch.dtype):
+        return DTYPE_NAMES.get(value, str(value))
+    if isinstance(value, (tuple, list)):
+        return "[" + ", ".join(format_argument(v) for v in value) + "]"
+    return str(value)
+
+
+def format_node(node: fx.Node) -> str:
+    """One line of readable text for one node."""
+    args = [format_argument(a) for a in node.args]
+    args += [f"{k}={format_argument(v)}" for k, v in node.kwargs.items() if v is not None]
+    if node.op == "output":
+        values = pytree.tree_leaves(node.args[0])
+        return "return " + ", ".join(format_argument(v) for v in values)
+    shape = format_value(node.meta.get("val"))
+    left = f"{node.name}: {shape}" if shape else node.name
+    if node.op == "placeholder":
+        return f"input {left}"
+    if node.op == "get_attr":
+        return f"{left} = self.{node.target}"
+    op = "cast" if is_cast(node) else overload_name(node)
+    return f"{left} = {op}({', '.join(args)})"
+
+
+def format_graph(gm: fx.GraphModule, *, reasons: bool = False) -> str:
+    """The whole graph as text, one node a line, subgraphs indented below it."""
+    lines = []
+    for node in gm.graph.nodes:
+        line = format_node(node)
+        known = decision(node)
+        if reasons and known is not None and node.op == "call_function" and not is_getitem(node):
+            line = f"{line:<90}  # {known.reason}"
+        lines.append(line)
+    for name, inner in all_graphs(gm):
+        if name:
+            lines.append(f"graph {name}:")
+            lines += ["    " + format_node(n) for n in inner.graph.nodes]
+    return "\n".join(lines)

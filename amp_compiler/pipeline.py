@@ -1,0 +1,117 @@
+"""The order of the passes, top to bottom, and nothing else but running them.
+
+    capture ──▶ normalize ─▶ assign_precision ─▶ insert_casts ──▶ autodiff ──▶ fold_casts ──▶ run
+                └──────────────── FORWARD ────────────────┘                    └─ JOINT / INFERENCE ─┘
+"""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from . import graph as g
+from .errors import AmpError, ArgumentError, PipelineError
+from .passes import assign_precision, fold_casts, insert_casts, normalize
+from .passes.base import Context, Pass
+from .verify import verify
+
+FORWARD = (normalize.PASS, assign_precision.PASS, insert_casts.PASS)
+JOINT = (fold_casts.PASS,)
+INFERENCE = (fold_casts.PASS,)
+
+ALL = {p.name: p for p in (*FORWARD, *JOINT, *INFERENCE)}
+
+
+@dataclass(frozen=True)
+class Record:
+    """One stage of one graph: what ran, how long, whether it changed anything, and the graph as text."""
+
+    name: str
+    seconds: float
+    modified: bool
+    text: str
+    graph: str = "forward"
+    nodes: int = 0
+    casts: int = 0
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Passes in an order that was checked; ``switched_off`` names the ones a user does not want."""
+
+    passes: tuple[Pass, ...]
+    given: tuple[str, ...]
+    switched_off: frozenset[str] = field(default_factory=frozenset)
+
+    def __post_init__(self) -> None:
+        facts, ran = set(self.given), []
+        for step in self.passes:
+            missing = [fact for fact in step.requires if fact not in facts]
+            if missing:
+                maker = next((p.name for p in ALL.values() if missing[0] in p.ensures), None)
+                where = f"; '{maker}' makes it and must come earlier" if maker else ""
+                raise PipelineError(
+                    f"Pass '{step.name}' needs '{missing[0]}', which nothing before it makes{where}. "
+                    f"Before it run: {', '.join(ran) or 'nothing'}."
+                )
+            facts.update(step.ensures)
+            ran.append(step.name)
+
+    def run(self, gm: fx.GraphModule, ctx: Context, history: list[Record], *, graph: str) -> None:
+        """Run the passes on ``gm`` in place, verify after each, and write one record a pass."""
+        facts, ran = set(self.given), []
+        for step in self.passes:
+            missing = [fact for fact in step.requires if fact not in facts]
+            if step.name in self.switched_off or missing:
+                note = "switched off" if step.name in self.switched_off else f"left out: needs '{missing[0]}'"
+                history.append(_record(step.name, 0.0, False, gm, graph, note))
+                continue
+            start = time.perf_counter()
+            try:
+                modified = step.run(gm, ctx)
+            except AmpError:
+                raise
+            except Exception as error:
+                raise PipelineError(
+                    f"Pass '{step.name}' failed on a {graph} graph after {', '.join(ran) or 'capture'}: "
+                    f"{type(error).__name__}: {error}. Switch it off with disable_passes=['{step.name}'] and report it."
+                ) from error
+            verify(gm, step.ensures, ctx, step.name)
+            facts.update(step.ensures)
+            ran.append(step.name)
+            history.append(_record(step.name, time.perf_counter() - start, modified, gm, graph))
+
+
+def build(disable: Iterable[str] = ()) -> tuple[Pipeline, Pipeline, Pipeline]:
+    """The forward, joint and inference pipelines, with the named passes switched off."""
+    off = frozenset(check_names(disable))
+    return (
+        Pipeline(FORWARD, ("captured",), off),
+        Pipeline(JOINT, ("functional",), off),
+        Pipeline(INFERENCE, ("functional",), off),
+    )
+
+
+def check_names(names: Iterable[str]) -> list[str]:
+    """The names as a list; one that names no pass is an error that suggests the nearest."""
+    if isinstance(names, str):
+        raise ArgumentError(f"disable_passes must be a list of names, not a text: write [{names!r}].")
+    given = list(names)
+    for name in given:
+        if name not in ALL:
+            near = difflib.get_close_matches(str(name), ALL, n=1)
+            hint = f" Did you mean '{near[0]}'?" if near else ""
+            raise ArgumentError(f"Unknown pass {name!r}.{hint} Passes: {', '.join(ALL)}.")
+    return given
+
+
+def _record(name: str, seconds: float, modified: bool, gm: fx.GraphModule, graph: str, note: str = "") -> Record:
+    graphs = [inner for _, inner in g.all_graphs(gm)]
+    casts = sum(g.is_float_cast(n) for inner in graphs for n in inner.graph.nodes)
+    nodes = sum(len(inner.graph.nodes) for inner in graphs)
+    return Record(name, seconds, modified, g.format_graph(gm), graph, nodes, casts, note)

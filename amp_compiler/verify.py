@@ -1,0 +1,195 @@
+"""The verifier: what each pass promises, checked on its result. Facts are the names passes use.
+
+A failure names the pass, the node and the user's source line. ``deep`` also runs every op again on fake
+tensors and compares dtypes (tests and the CLI; ``AMP_VERIFY=deep`` switches it on anywhere): one such run
+costs as much as lowering, so by default dtypes are checked by rule.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from . import graph as g
+from .errors import VerifyError
+from .graph import Mode
+from .ops.row import OpClass
+
+DEEP = "AMP_VERIFY"
+
+
+def deep_by_default() -> bool:
+    """Whether ``AMP_VERIFY=deep`` is set."""
+    return os.environ.get(DEEP, "") == "deep"
+
+
+def verify(gm: fx.GraphModule, facts: tuple[str, ...], ctx: Any, after: str, *, deep: bool | None = None) -> None:
+    """Check that ``facts`` hold on ``gm`` and on every graph inside it."""
+    for name, inner in g.all_graphs(gm):
+        where = f"{after}, graph {name}" if name else after
+        _well_formed(inner, where)
+        for fact in facts:
+            CHECKS[fact](inner, ctx, where)
+    if deep if deep is not None else deep_by_default():
+        if "cast" in facts or "folded" in facts:
+            _repropagate(gm, after)
+
+
+def _fail(where: str, node: fx.Node, what: str) -> None:
+    source = g.source_line(node)
+    raise VerifyError(
+        f"After {where}: node '{node.name}' ({g.format_node(node)}): {what}"
+        + (f" It comes from {source}." if source else "")
+        + " This is a bug in a pass: switch the pass off by disable_passes and report the graph."
+    )
+
+
+def _well_formed(gm: fx.GraphModule, where: str) -> None:
+    try:
+        gm.graph.lint()
+    except RuntimeError as error:
+        raise VerifyError(f"After {where}: the graph is not well formed: {error}") from error
+
+
+def _captured(gm: fx.GraphModule, ctx: Any, where: str) -> None:
+    for node in gm.graph.nodes:
+        if node.op in ("call_module", "call_method"):
+            _fail(where, node, "is no ATen call.")
+
+
+def _normalized(gm: fx.GraphModule, ctx: Any, where: str) -> None:
+    for node in gm.graph.nodes:
+        if getattr(node.target, "__name__", "") in ("_enter_autocast", "_exit_autocast"):
+            _fail(where, node, "is an autocast region that is still a node.")
+        if g.is_cast(node) and node.target is not torch.ops.aten.to.dtype:
+            _fail(where, node, "is a cast in another spelling than aten.to.dtype.")
+
+
+def _assigned(gm: fx.GraphModule, ctx: Any, where: str) -> None:
+    low_dtypes = g.LOW_DTYPES
+    for node in gm.graph.nodes:
+        if node.op != "call_function":
+            continue
+        known = g.decision(node)
+        if known is None or not known.reason:
+            _fail(where, node, "has no precision or no reason.")
+            continue
+        if known.rule == "table" and known.mode is Mode.CAST and ctx.policy.autocast_device is None:
+            expected = _expected(known.cls, ctx.policy)
+            if expected is not None and known.precision != expected:
+                _fail(where, node, f"is {known.precision}, but the level's table says {expected}.")
+        if known.mode is Mode.CAST and g.mutated_args(node) - set(known.keep_args):
+            _fail(where, node, "would have an argument cast that it writes to: the write would be lost.")
+        if known.precision in low_dtypes and known.cls is OpClass.FP32 and known.rule == "table":
+            _fail(where, node, "is on the black list and low.")
+
+
+def _expected(cls: OpClass | None, policy: Any) -> torch.dtype | None:
+    if cls is OpClass.LOW:
+        return None  # the low dtype may be a region's own
+    if cls is OpClass.FP32 and policy.level in ("O1", "auto"):
+        return torch.float32
+    if cls is OpClass.FOLLOW and policy.level == "O1":
+        return torch.float32
+    return None
+
+
+def _cast(gm: fx.GraphModule, ctx: Any, where: str) -> None:
+    for node in gm.graph.nodes:
+        known = g.decision(node)
+        if known is None:
+            continue
+        values = g.tensor_outputs(node)
+        if len(values) == len(known.out):
+            for value, dtype in zip(values, known.out, strict=True):
+                if value is not None and dtype is not None and value.dtype != dtype:
+                    _fail(where, node, f"is decided to give {dtype}, its value says {value.dtype}.")
+        if known.mode is Mode.CAST and node.op == "call_function" and not g.is_higher_order(node):
+            for name, arg in g.tensor_args(node):
+                value = g.tensor_of(arg)
+                if name not in known.keep_args and g.is_eligible(value) and value is not None:
+                    if value.dtype != known.precision:
+                        _fail(where, node, f"runs in {known.precision}, but its argument '{name}' ({arg.name}) "
+                                           f"is {value.dtype}.")  # fmt: skip
+
+
+def _functional(gm: fx.GraphModule, ctx: Any, where: str) -> None:
+    return None
+
+
+def _folded(gm: fx.GraphModule, ctx: Any, where: str) -> None:
+    seen: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+    frozen = {a for n in gm.graph.nodes for name, a in g.tensor_args(n) if name in g.mutated_args(n)}
+    for node in gm.graph.nodes:
+        if not g.is_cast(node):
+            continue
+        source = g.cast_source(node)
+        if source in frozen or node in frozen:
+            continue
+        twin = seen.setdefault((source, g.cast_dtype(node)), node)
+        if twin is not node:
+            _fail(where, node, f"repeats the cast '{twin.name}'.")
+        if g.is_cast(source) and source not in frozen:
+            origin = g.tensor_of(g.cast_source(source))
+            if origin is not None and g.lossless(origin.dtype, g.cast_dtype(source)):
+                _fail(where, node, f"casts '{source.name}', which is itself a lossless cast.")
+
+
+CHECKS: Mapping[str, Callable[[fx.GraphModule, Any, str], None]] = {
+    "captured": _captured,
+    "normalized": _normalized,
+    "assigned": _assigned,
+    "cast": _cast,
+    "functional": _functional,
+    "folded": _folded,
+}
+
+
+def _repropagate(gm: fx.GraphModule, after: str) -> None:
+    """Run every op on fakes and compare dtypes with the meta, graph by graph."""
+    _Repropagate(gm, after).check()
+
+
+class _Repropagate(fx.Interpreter):
+    def __init__(self, gm: fx.GraphModule, after: str) -> None:
+        super().__init__(gm)
+        self.after = after
+
+    def check(self) -> None:
+        inputs = [n.meta.get("val") for n in self.module.graph.nodes if n.op == "placeholder"]  # type: ignore[union-attr]
+        tensors = [v for v in inputs if isinstance(v, torch.Tensor)]
+        tensors += [
+            v for n in self.module.graph.nodes for v in g.tensor_outputs(n) if v is not None  # type: ignore[union-attr]
+        ]
+        mode = next((m for v in tensors if (m := getattr(v, "fake_mode", None)) is not None), None)
+        if mode is None:
+            return
+        clean = [_detached(v, mode) for v in inputs]
+        with mode, torch.enable_grad(), torch.no_grad():
+            self.run(*clean)
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "get_attr":
+            value = n.meta.get("val")
+            return value if isinstance(value, torch.Tensor) else super().run_node(n)
+        if n.op == "call_function" and getattr(n.target, "__name__", "") == "_set_grad_enabled":
+            return None
+        if g.is_higher_order(n):
+            return n.meta.get("val")  # its bodies are checked by rule
+        result = super().run_node(n)
+        if n.op == "call_function":
+            for got, said in zip(pytree.tree_leaves(result), pytree.tree_leaves(n.meta.get("val")), strict=False):
+                if isinstance(got, torch.Tensor) and isinstance(said, torch.Tensor) and got.dtype != said.dtype:
+                    _fail(self.after, n, f"gives {got.dtype}, its meta says {said.dtype}.")
+        return result
+
+
+def _detached(value: Any, mode: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return g.retype(value, value.dtype)

@@ -1,0 +1,148 @@
+"""What every benchmark shares: the machine's description, interleaved timing, tables, result files.
+
+A benchmark measures the peer in the same run, in turns with ours, and compares medians.
+"""
+
+from __future__ import annotations
+
+import csv
+import gc
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # read when torch is loaded; the profiler logs every start
+import torch
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+sys.path.append(str(ROOT / "tests"))  # the networks are those of the tests
+from networks import BF16_ONLY, NETWORKS, BertLike  # noqa: E402
+
+__all__ = [
+    "BF16_ONLY",
+    "DTYPES",
+    "NETWORKS",
+    "BertLike",
+    "console",
+    "interleave",
+    "machine",
+    "ms",
+    "print_header",
+    "print_table",
+    "spread",
+    "write_results",
+]
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+# Where the output is a file or a pipe, rich would fold the tables to 80 columns.
+console = Console(width=None if sys.stdout.isatty() else 160)
+
+
+def machine() -> dict[str, str]:
+    """Where and on what a result was measured."""
+    features = {
+        "avx2": torch.cpu._is_avx2_supported(),
+        "avx512": torch.cpu._is_avx512_supported(),
+        "avx512_bf16": torch.cpu._is_avx512_bf16_supported(),
+        "amx": torch.cpu._is_amx_tile_supported(),
+        "amx_fp16": torch.cpu._is_amx_fp16_supported(),
+    }
+    return {
+        "cpu": _cpu_name(),
+        "cores": str(os.cpu_count()),
+        "threads": str(torch.get_num_threads()),
+        "features": " ".join(name for name, there in features.items() if there),
+        "load": " ".join(f"{load:.1f}" for load in os.getloadavg()),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": _commit(),
+    }
+
+
+def print_header(title: str) -> dict[str, str]:
+    """Print the title and the machine; returns the latter for `write_results`."""
+    facts = machine()
+    console.print(f"[bold]{title}[/bold]")
+    console.print("  ".join(f"{name}: {value}" for name, value in facts.items()), highlight=False)
+    return facts
+
+
+def interleave(cases: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Run every case `rounds` times in turns, each round starting with another one.
+
+    A case measures itself and returns seconds, so that its preparation stays out of the time.
+
+    >>> order = []
+    >>> cases = {name: lambda name=name: order.append(name) or 1.0 for name in "ab"}
+    >>> interleave(cases, 2), order
+    ({'a': [1.0, 1.0], 'b': [1.0, 1.0]}, ['a', 'b', 'b', 'a'])
+    """
+    samples: dict[str, list[float]] = {name: [] for name in cases}
+    names = list(cases)
+    for number in range(rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            gc.collect()
+            samples[name].append(cases[name]())
+    return samples
+
+
+def ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f}"
+
+
+def spread(samples: Sequence[float]) -> str:
+    """Median and range, in milliseconds.
+
+    >>> spread([0.001, 0.002, 0.004])
+    '2.0 (1.0 to 4.0)'
+    """
+    return f"{ms(statistics.median(samples))} ({ms(min(samples))} to {ms(max(samples))})"
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print a table; the first column is text, the others are numbers."""
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(str(cell) for cell in row))
+    console.print(table)
+
+
+def write_results(name: str, facts: Mapping[str, str], rows: Sequence[Mapping[str, object]]) -> None:
+    """Write `rows` to results/NAME.csv, and with the machine's description to results/NAME.json."""
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / ".gitignore").write_text("*\n")
+    (RESULTS / f"{name}.json").write_text(json.dumps({"machine": dict(facts), "rows": list(rows)}, indent=1))
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    with open(RESULTS / f"{name}.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+    console.print(f"Written to {(RESULTS / name).relative_to(ROOT)}.csv and .json")
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

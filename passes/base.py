@@ -1,0 +1,44 @@
+"""What a pass is: a small named rewrite that says what must hold before it and what holds after it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from amp_compiler.policy import Policy
+
+
+class Dialect(enum.Enum):
+    """The two kinds of FX graph that passes take (DESIGN §2)."""
+
+    PRE_DISPATCH = "pre-dispatch ATen"
+    FUNCTIONAL = "functional ATen"
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a pass may know beside the graph."""
+
+    policy: Policy
+    keep_output_dtypes: bool = True
+    #: path -> precision of each module that ``set_precision`` marked
+    module_precision: Mapping[str, torch.dtype] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A rewrite in place: ``run(graph module, context)`` returns whether it changed anything.
+
+    ``requires`` and ``ensures`` are names of facts; the pipeline checks when it is built that each required
+    fact is ensured by an earlier pass (or by capture), and the verifier knows how to check a fact on a graph.
+    """
+
+    name: str
+    dialect: Dialect
+    requires: tuple[str, ...]
+    ensures: tuple[str, ...]
+    run: Callable[[fx.GraphModule, Context], bool]

@@ -1,0 +1,257 @@
+"""fold_casts: remove what is provably redundant, on the graph that will run.
+
+1. ``cast(cast(x: bf16, f32), bf16)``  →  ``x``: the first cast loses nothing, so it may be skipped
+   (``bool → f32 → bf16`` becomes ``bool → bf16``); ``f32 → bf16 → f32`` rounds, and stays
+2. two equal casts of one value  →  one
+3. ``cast(view(cast(x: bf16, f32)), bf16)``  →  ``view(x)``: a lossless cast sinks below an op that only moves
+   or selects values (class EXACT), where that moves fewer bytes
+4. ``cast(expand(x: f32), bf16)``  →  ``expand(cast(x, bf16))``: a rounding rises above such an op, where that
+   moves fewer bytes and nobody else reads the fp32 result
+
+Every rule leaves the bits of every output and every gradient as they were. It runs after autodiff: before it,
+sharing one cast would make gradients add up in low precision, and a cast moved across ``relu`` could change one.
+Rules 3 and 4 are greedy: each step lowers the bytes that casts write, and at most ``SWEEPS`` sweeps are made,
+so the pass is linear in the number of nodes. They are left out where sizes are symbolic.
+
+Requires: functional (a graph from AOTAutograd). Ensures: folded. A second run changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import fx
+
+from amp_compiler import graph as g
+from amp_compiler.ops.names import find_row
+from amp_compiler.ops.row import OpClass
+
+from .base import Context, Dialect, Pass
+
+aten = torch.ops.aten
+SWEEPS = 8
+
+
+def run(gm: fx.GraphModule, ctx: Context) -> bool:
+    modified = False
+    for _, inner in g.all_graphs(gm):
+        if _fold(inner.graph):
+            inner.recompile()
+            modified = True
+    return modified
+
+
+def _fold(graph: fx.Graph) -> bool:
+    modified = False
+    frozen = {a for n in graph.nodes for name, a in g.tensor_args(n) if name in g.mutated_args(n)}
+    for _ in range(SWEEPS):
+        changed = _chains_and_copies(graph, frozen)
+        changed |= _move(graph, frozen)
+        modified |= changed
+        if not changed:
+            break
+    return modified
+
+
+# ----------------------------------------------------------------------------------------- rules 1 and 2
+
+
+def _chains_and_copies(graph: fx.Graph, frozen: set[fx.Node]) -> bool:
+    modified = False
+    seen: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+    for node in list(graph.nodes):
+        if not g.is_cast(node) or node in frozen:
+            continue
+        source = g.cast_source(node)
+        while g.is_cast(source) and source not in frozen and _skippable(source):
+            source = g.cast_source(source)
+        if source in frozen or g.tensor_of(source) is None:
+            continue
+        if source is not g.cast_source(node):
+            node.replace_input_with(g.cast_source(node), source)
+            modified = True
+        dtype = g.cast_dtype(node)
+        value, result = g.tensor_of(source), g.tensor_of(node)
+        assert value is not None
+        if result is not None and value.dtype == dtype and _same_strides(value, result):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+            modified = True
+            continue
+        first = seen.setdefault((source, dtype), node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+            modified = True
+    return _drop_unused(graph) or modified
+
+
+def _skippable(node: fx.Node) -> bool:
+    value = g.tensor_of(g.cast_source(node))
+    return value is not None and g.lossless(value.dtype, g.cast_dtype(node))
+
+
+def _drop_unused(graph: fx.Graph) -> bool:
+    modified = False
+    for node in reversed(list(graph.nodes)):
+        if not node.users and (g.is_cast(node) or _is_exact(node)):
+            graph.erase_node(node)
+            modified = True
+    return modified
+
+
+# ----------------------------------------------------------------------------------------- rules 3 and 4
+
+
+def _move(graph: fx.Graph, frozen: set[fx.Node]) -> bool:
+    modified = False
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node in frozen or not node.users or not _is_exact(node):
+            continue
+        modified |= _sink(graph, node, frozen) or _rise(graph, node, frozen)
+    return modified
+
+
+def _is_exact(node: fx.Node) -> bool:
+    if node.op != "call_function" or g.is_cast(node) or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if node.target._schema.is_mutable or node.target.namespace != "aten":
+        return False
+    row = find_row(g.op_name(node))
+    return (
+        row is not None and row.cls is OpClass.EXACT and g.tensor_of(node) is not None
+        and dict(g.schema_args(node)).get("dtype") is None
+    )  # fmt: skip
+
+
+def _float_args(node: fx.Node) -> list[fx.Node]:
+    found = []
+    for _, arg in g.tensor_args(node):
+        value = g.tensor_of(arg)
+        if value is not None and value.dtype.is_floating_point and arg not in found:
+            found.append(arg)
+    return found
+
+
+def _sink(graph: fx.Graph, node: fx.Node, frozen: set[fx.Node]) -> bool:
+    """Rule 3. ``node`` reads only lossless casts of low values: let it read the low values themselves."""
+    args, result = _float_args(node), g.tensor_of(node)
+    assert result is not None
+    if not args or result.dtype is not torch.float32 or not _static(result):
+        return False
+    low: torch.dtype | None = None
+    for arg in args:
+        if not g.is_float_cast(arg) or not _skippable(arg) or g.cast_source(arg) in frozen:
+            return False
+        before, after = g.tensor_of(g.cast_source(arg)), g.tensor_of(arg)
+        assert before is not None and after is not None
+        if low not in (None, before.dtype) or not _static(after) or not _same_strides(before, after):
+            return False
+        low = before.dtype
+    assert low is not None
+    if low not in g.LOW_DTYPES or not _scalars_fit(node, low):
+        return False
+    narrow = [u for u in node.users if g.is_cast(u) and g.cast_dtype(u) == low]
+    others = [u for u in node.users if u not in narrow]
+    saved = sum(g.nbytes(result, low) for _ in narrow)
+    for arg in args:
+        value = g.tensor_of(arg)
+        assert value is not None
+        if set(arg.users) <= {node}:
+            saved += g.nbytes(value)
+    if not narrow or saved <= (g.nbytes(result) if others else 0):
+        return False
+    for arg in args:
+        node.replace_input_with(arg, g.cast_source(arg))
+    node.meta["val"] = g.retype(result, low)
+    if others:
+        wide = _new_cast(graph, node, torch.float32)
+        for user in others:
+            user.replace_input_with(node, wide)
+    for user in narrow:
+        user.replace_all_uses_with(node)
+        graph.erase_node(user)
+    return True
+
+
+def _rise(graph: fx.Graph, node: fx.Node, frozen: set[fx.Node]) -> bool:
+    """Rule 4. Only roundings to one dtype read ``node``: round what goes in instead of what comes out."""
+    args, result = _float_args(node), g.tensor_of(node)
+    assert result is not None
+    if not args or result.dtype is not torch.float32 or not _static(result) or any(a in frozen for a in args):
+        return False
+    users = list(node.users)
+    if not all(g.is_float_cast(u) for u in users):
+        return False
+    dtypes = {g.cast_dtype(u) for u in users}
+    if len(dtypes) != 1:
+        return False
+    (low,) = dtypes
+    if low not in g.LOW_DTYPES or not _scalars_fit(node, low):
+        return False
+    order = {n: i for i, n in enumerate(graph.nodes)} if any(len(a.users) > 1 for a in args) else {}
+    present: dict[fx.Node, fx.Node] = {}
+    cost = 0
+    for arg in args:
+        value = g.tensor_of(arg)
+        assert value is not None
+        if value.dtype is not torch.float32 or not _static(value) or not value.is_contiguous():
+            return False
+        ready = [
+            u for u in arg.users
+            if g.is_cast(u) and g.cast_dtype(u) == low and order and order[u] < order[node]
+        ]  # fmt: skip
+        if ready:
+            present[arg] = ready[0]
+        else:
+            cost += g.nbytes(value, low)
+    if cost >= g.nbytes(result, low):
+        return False
+    for arg in args:
+        rounded = present.get(arg)
+        if rounded is None:
+            with graph.inserting_before(node):
+                rounded = graph.call_function(aten._to_copy.default, (arg,), {"dtype": low})
+            value = g.tensor_of(arg)
+            assert value is not None
+            rounded.meta["val"] = g.retype(value, low)
+            g.inherit_origin(rounded, node)
+        node.replace_input_with(arg, rounded)
+    node.meta["val"] = g.retype(result, low)
+    for user in users:
+        user.replace_all_uses_with(node)
+        graph.erase_node(user)
+    return True
+
+
+def _new_cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    value = g.tensor_of(node)
+    assert value is not None
+    with graph.inserting_after(node):
+        new = graph.call_function(aten._to_copy.default, (node,), {"dtype": dtype})
+    new.meta["val"] = g.retype(value, dtype)
+    g.inherit_origin(new, node)
+    return new
+
+
+def _scalars_fit(node: fx.Node, low: torch.dtype) -> bool:
+    for _, value in g.schema_args(node):
+        if isinstance(value, float) and not math.isnan(value):
+            if float(torch.tensor(value, dtype=torch.float64).to(low)) != value:
+                return False
+    return True
+
+
+def _static(value: torch.Tensor) -> bool:
+    return all(isinstance(s, int) for s in value.shape)
+
+
+def _same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
+    sizes, left, right = a.shape, a.stride(), b.stride()
+    if not all(isinstance(s, int) for s in (*sizes, *left, *right)):
+        return False
+    return all(n <= 1 or x == y for n, x, y in zip(sizes, left, right, strict=True))
+
+
+PASS = Pass("fold_casts", Dialect.FUNCTIONAL, requires=("functional",), ensures=("folded",), run=run)

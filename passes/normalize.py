@@ -1,0 +1,109 @@
+"""normalize: one spelling for every cast, no tracing leftovers, regions as annotations.
+
+1. ``x.float()``, ``x.to(y)``, ``x.type_as(y)``, ``aten._to_copy(x, dtype=d)``  →  ``aten.to.dtype(x, d)``
+2. ``_assert_tensor_metadata(x, dtype=f32)``  →  dropped: it asserts dtypes that the rewrite changes
+3. ``_enter_autocast(...) … _exit_autocast(...)``  →  dropped; the nodes between carry the region
+4. ``with precision("float32"): …`` (an annotation of the tracer)  →  the nodes carry the region
+
+Requires: captured. Ensures: normalized. A second run changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from amp_compiler import graph as g
+from amp_compiler.policy import precision_dtype
+
+from .base import Context, Dialect, Pass
+
+aten = torch.ops.aten
+SCOPE_KEY = "amp_precision"  # key in meta["custom"], written by amp_compiler.scopes.precision
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A stretch of code whose precision the model's author chose. dtype None: autocast switched off."""
+
+    kind: str  # "precision" or "autocast"
+    dtype: torch.dtype | None
+
+    def __str__(self) -> str:
+        if self.kind == "precision":
+            return f"precision('{g.DTYPE_NAMES[self.dtype]}') region" if self.dtype else "precision region"
+        return f"torch.autocast(dtype={self.dtype}) region" if self.dtype else "torch.autocast(enabled=False) region"
+
+
+def run(gm: fx.GraphModule, ctx: Context) -> bool:
+    modified = False
+    for _, inner in g.all_graphs(gm):
+        modified |= _regions(inner)
+        modified |= _casts(inner.graph)
+        if modified:
+            inner.recompile()
+    return modified
+
+
+def _casts(graph: fx.Graph) -> bool:
+    modified = False
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target is aten._assert_tensor_metadata.default:
+            graph.erase_node(node)
+            modified = True
+        elif not g.is_cast(node) and _is_plain_cast(node) or g.is_cast(node) and node.target is not aten.to.dtype:
+            value = g.tensor_of(node)
+            assert value is not None
+            node.target, node.args, node.kwargs = aten.to.dtype, (node.args[0], value.dtype), {}
+            modified = True
+    return modified
+
+
+def _is_plain_cast(node: fx.Node) -> bool:
+    """A conversion that changes the dtype and nothing else, in one of its many spellings."""
+    if g.op_name(node) not in ("to", "_to_copy", "type_as", "prims::convert_element_type"):
+        return False
+    named = dict(g.schema_args(node))
+    if named.get("copy") or named.get("memory_format") is not None or named.get("pin_memory"):
+        return False
+    source, value = named.get("self", named.get("a")), g.tensor_of(node)
+    before = g.tensor_of(source) if isinstance(source, fx.Node) else None
+    return (
+        before is not None and value is not None
+        and before.device == value.device and before.layout == value.layout
+    )  # fmt: skip
+
+
+def _regions(gm: fx.GraphModule) -> bool:
+    modified = False
+    stack: list[Region] = []
+    dead: list[fx.Node] = []
+    for node in gm.graph.nodes:
+        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        if name == "_enter_autocast":
+            _device, dtype, enabled, *_ = node.args
+            stack.append(Region("autocast", _autocast_dtype(node) if enabled and dtype is None else dtype if enabled else None))
+            dead.append(node)
+        elif name == "_exit_autocast":
+            stack.pop()
+            dead.append(node)
+        elif node.op == "call_function":
+            scope = (node.meta.get("custom") or {}).get(SCOPE_KEY)
+            region = Region("precision", precision_dtype(scope)) if scope else stack[-1] if stack else None
+            if region is not None and node.meta.get(g.REGION) != region:
+                node.meta[g.REGION] = region
+                modified = True
+    for node in reversed(dead):
+        gm.graph.erase_node(node)
+    return modified or bool(dead)
+
+
+def _autocast_dtype(node: fx.Node) -> torch.dtype:
+    return torch.get_autocast_dtype(str(node.args[0]))
+
+
+PASS = Pass("normalize", Dialect.PRE_DISPATCH, requires=("captured",), ensures=("normalized",), run=run)
