@@ -238,7 +238,7 @@ class _Backend:
 
     def __init__(self, target: Any, options: Options, state: State) -> None:
         self.target, self.options, self.state = target, options, state
-        self.forward, self.joint, self.inference = pipeline.build(options.disable_passes)
+        self.forward, _, _ = pipeline.build(options.disable_passes)
         self.__name__ = "amp_compiler"
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -278,13 +278,15 @@ class _Backend:
         piece = Piece(graph, graph_rows(graph, len(self.state.pieces)), cast_totals(graph))
         self.state.pieces.append(piece)
         ctx = Context(self.options.policy, self.options.keep_output_dtypes)
+        backend = resolve_backend(self.options.backend, example_inputs)
+        _, joint_steps, inference_steps = pipeline.build(self.options.disable_passes, backend)
 
         def joint(differentiated: fx.GraphModule, kind: str) -> None:
-            steps = self.joint if kind == "joint" else self.inference
+            steps = joint_steps if kind == "joint" else inference_steps
             steps.run(differentiated, ctx, self.state.history, graph=kind)
             piece.casts = cast_totals(differentiated)
 
-        return compile_graph(graph, example_inputs, resolve_backend(self.options.backend, example_inputs), joint)
+        return compile_graph(graph, example_inputs, backend, joint)
 
 
 @contextlib.contextmanager

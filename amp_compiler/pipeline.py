@@ -1,7 +1,7 @@
 """The order of the passes, top to bottom, and nothing else but running them.
 
-    capture ──▶ normalize ─▶ assign_precision ─▶ insert_casts ──▶ autodiff ──▶ fold_casts ──▶ run
-                └──────────────── FORWARD ────────────────┘                    └─ JOINT / INFERENCE ─┘
+    capture ─▶ normalize ─▶ assign_precision ─▶ insert_casts ─▶ autodiff ─▶ fold_casts ─▶ batch_casts ─▶ run
+               └──────────────── FORWARD ────────────────┘                  └──── JOINT / INFERENCE ────┘
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import fx
 
 from . import graph as g
 from .errors import AmpError, ArgumentError, PipelineError
-from .passes import assign_precision, fold_casts, insert_casts, normalize
+from .passes import assign_precision, batch_casts, fold_casts, insert_casts, normalize
 from .passes.base import Context, Pass
 from .verify import verify
 
 FORWARD = (normalize.PASS, assign_precision.PASS, insert_casts.PASS)
-JOINT = (fold_casts.PASS,)
-INFERENCE = (fold_casts.PASS,)
+JOINT = (fold_casts.PASS, batch_casts.PASS)
+INFERENCE = (fold_casts.PASS, batch_casts.PASS)
 
 ALL = {p.name: p for p in (*FORWARD, *JOINT, *INFERENCE)}
 
@@ -87,13 +87,15 @@ class Pipeline:
             history.append(_record(step.name, time.perf_counter() - start, modified, gm, graph))
 
 
-def build(disable: Iterable[str] = ()) -> tuple[Pipeline, Pipeline, Pipeline]:
+def build(disable: Iterable[str] = (), backend: str = "eager") -> tuple[Pipeline, Pipeline, Pipeline]:
     """The forward, joint and inference pipelines, with the named passes switched off."""
     off = frozenset(check_names(disable))
+    if backend != "eager":
+        off |= {step.name for step in ALL.values() if "eager" in step.requires}
     return (
         Pipeline(FORWARD, ("captured",), off),
-        Pipeline(JOINT, ("functional",), off),
-        Pipeline(INFERENCE, ("functional",), off),
+        Pipeline(JOINT, ("functional", "eager"), off),
+        Pipeline(INFERENCE, ("functional", "eager"), off),
     )
 
 

@@ -36,7 +36,7 @@ def verify(gm: fx.GraphModule, facts: tuple[str, ...], ctx: Any, after: str, *, 
         for fact in facts:
             CHECKS[fact](inner, ctx, where)
     if deep if deep is not None else deep_by_default():
-        if "cast" in facts or "folded" in facts:
+        if {"cast", "folded", "batched"} & set(facts):
             _repropagate(gm, after)
 
 
@@ -147,6 +147,7 @@ CHECKS: Mapping[str, Callable[[fx.GraphModule, Any, str], None]] = {
     "cast": _cast,
     "functional": _functional,
     "folded": _folded,
+    "batched": _folded,
 }
 
 

@@ -148,7 +148,10 @@ class _Assign:
             main = g.dtype_of(floats[0][1])
             if level == "O2" and choice.rule == "table" and row is not None and row.fp32_inside and main == low:
                 reason = f"fp32 inside torch's kernel, low in and out: {choice.reason}"
-                return self.cast(node, low, reason, "fp32_inside", choice)
+                value = g.tensor_of(floats[0][1])
+                on_cpu = value is not None and value.device.type == "cpu"
+                kept = row.fp32_args_on_cpu if on_cpu else ()
+                return self.cast(node, low, reason, "fp32_inside", choice, keep=kept)
             return self.cast(node, torch.float32, choice.reason, choice.rule, choice)
         if level == "O1":
             return self.cast(node, torch.float32, f"level O1 keeps it in fp32: {choice.reason}", choice.rule, choice)

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
+#: signatures that one compiled module may have before Dynamo gives up on it
+RECOMPILE_LIMIT = 64
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Any]
 
 
@@ -31,8 +33,15 @@ class Uncaptured:
 
 
 def compile_frame(target: Any, backend: Backend, *, dynamic: bool | None, fullgraph: bool) -> Any:
-    """``torch.compile`` with our backend; nothing is captured before the first call."""
-    return torch.compile(target, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
+    """``torch.compile`` with our backend; nothing is captured before the first call.
+
+    ``isolate_recompiles``: Dynamo counts re-compilations for each code object, so the same class compiled at a
+    few levels, or modules of torch.nn, would use up the limit together and then run uncompiled, in fp32.
+    """
+    return torch.compile(
+        target, backend=backend, dynamic=dynamic, fullgraph=fullgraph,
+        recompile_limit=RECOMPILE_LIMIT, isolate_recompiles=True,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

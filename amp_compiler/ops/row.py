@@ -23,8 +23,10 @@ class Row:
     ``name`` is the ATen name without namespace and overload (``"linear"``); an in-place
     form shares the row of its plain op. ``keep_args`` names schema arguments that are never
     cast. ``fp32_inside`` says that torch's kernel computes in fp32 by itself, so low input
-    and output are within one rounding of the fp32 op. ``banned`` is the message for a use
-    in fp16 that must be refused.
+    and output are within one rounding of the fp32 op; ``fp32_args_on_cpu`` names the arguments
+    that stay fp32 then on a CPU, whose kernels take them so and keep fp32 statistics for the
+    backward (CUDA's do not take them). ``banned`` is the message for a use in fp16 that must be
+    refused.
     """
 
     name: str
@@ -32,4 +34,5 @@ class Row:
     reason: str
     keep_args: tuple[str, ...] = ()
     fp32_inside: bool = False
+    fp32_args_on_cpu: tuple[str, ...] = ()
     banned: str = ""

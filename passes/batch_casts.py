@@ -1,0 +1,82 @@
+"""batch_casts: one cast for all the small parameters that are cast alike, instead of one each.
+
+``b1_low = cast(b1); b2_low = cast(b2); …``  →  ``flat = cast(cat([b1, b2, …])); b1_low, b2_low, … = split(flat)``
+
+A model has as many biases as matrices; each costs an op of its own to cast a few hundred bytes. Only inputs of
+the graph that are one-dimensional, contiguous and at most ``LARGEST`` elements take part, so the extra copy is
+small; values are the same bits. Left out under Inductor, which fuses such casts by itself.
+
+Requires: folded, eager. Ensures: batched. A second run changes nothing.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from amp_compiler import graph as g
+
+from .base import Context, Dialect, Pass
+
+aten = torch.ops.aten
+LARGEST = 1 << 14
+FEWEST = 3  # below that, cat and split cost more than they save
+
+
+def run(gm: fx.GraphModule, ctx: Context) -> bool:
+    graph = gm.graph
+    frozen = {a for n in graph.nodes for name, a in g.tensor_args(n) if name in g.mutated_args(n)}
+    groups: dict[tuple[torch.dtype, torch.dtype, torch.device], list[fx.Node]] = {}
+    for node in graph.nodes:
+        if g.is_float_cast(node) and node not in frozen:
+            value = _small_input(g.cast_source(node))
+            if value is not None and g.cast_source(node) not in frozen:
+                groups.setdefault((value.dtype, g.cast_dtype(node), value.device), []).append(node)
+    modified = False
+    for (_, dtype, _), casts in groups.items():
+        if len(casts) >= FEWEST:
+            _batch(graph, casts, dtype)
+            modified = True
+    if modified:
+        gm.recompile()
+    return modified
+
+
+def _small_input(node: fx.Node) -> torch.Tensor | None:
+    value = g.tensor_of(node)
+    if node.op != "placeholder" or value is None or value.dim() != 1 or str(node.target).startswith("tangents"):
+        return None
+    size = value.shape[0]
+    return value if isinstance(size, int) and 0 < size <= LARGEST and value.is_contiguous() else None
+
+
+def _batch(graph: fx.Graph, casts: list[fx.Node], dtype: torch.dtype) -> None:
+    values = [v for c in casts if (v := g.tensor_of(c)) is not None]
+    sizes = [int(v.shape[0]) for v in values]
+    with graph.inserting_before(casts[0]):
+        flat = graph.call_function(aten.cat.default, ([g.cast_source(c) for c in casts],))
+        low = graph.call_function(aten._to_copy.default, (flat,), {"dtype": dtype})
+        parts = graph.call_function(aten.split_with_sizes.default, (low, sizes))
+        pieces = [graph.call_function(operator.getitem, (parts, i)) for i in range(len(casts))]
+    source = g.tensor_of(g.cast_source(casts[0]))
+    assert source is not None
+    flat.meta["val"] = _sized(source, sum(sizes), source.dtype)
+    low.meta["val"] = _sized(source, sum(sizes), dtype)
+    parts.meta["val"] = [v for v in values]
+    for piece, cast in zip(pieces, casts, strict=True):
+        piece.meta.update(cast.meta)
+        cast.replace_all_uses_with(piece)
+        graph.erase_node(cast)
+
+
+def _sized(like: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
+    mode = getattr(like, "fake_mode", None)
+    if mode is None:
+        return torch.empty(size, dtype=dtype, device="meta")
+    with mode:
+        return torch.empty(size, dtype=dtype, device=like.device)
+
+
+PASS = Pass("batch_casts", Dialect.FUNCTIONAL, requires=("folded", "eager"), ensures=("batched",), run=run)
