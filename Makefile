@@ -24,7 +24,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 help:
 	@echo "make demo            train a small network at every level and compare"
-	@echo "make test            run the tests"
+	@echo "make test            lint, types and all tests"
 	@echo "make lint            ruff"
 	@echo "make types           mypy, strict, over the package as it is installed"
 	@echo "make bench-compile   how long compilation takes"
@@ -34,8 +34,10 @@ help:
 demo: $(READY)
 	@$(BIN)/python examples/digits.py $(ARGS)
 
-# One thread a process: the test processes share the cores, and sums come out the same everywhere.
+# Lint, types, then all tests. One thread a process: the test processes share the cores, and sums come
+# out the same everywhere.
 test: $(READY)
+	@$(MAKE) --no-print-directory lint types ARGS=
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 lint: $(READY)

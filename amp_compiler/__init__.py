@@ -37,7 +37,7 @@ _PUBLIC = {
     "precision": "scopes",
     "set_precision": "scopes",
 }
-__all__ = [*_PUBLIC, "__version__"]  # noqa: PLE0604
+__all__ = [*_PUBLIC, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

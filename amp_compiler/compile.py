@@ -139,7 +139,9 @@ class AmpModule(nn.Module):
             self._state.warned.add("nothing")
             first = reasons[-1].strip().splitlines()[0]
             self._state.not_captured.append(f"the whole model: {first}")
-            warnings.warn(f"amp_compile: {text}. Last reason that Dynamo gives: {first}", AmpWarning, stacklevel=3)
+            warnings.warn(
+                f"amp_compile: {text}. Last reason that Dynamo gives: {first}", AmpWarning, stacklevel=3
+            )
         self._state.note(text)
 
     # ------------------------------------------------------------------------------------------- looking
@@ -180,7 +182,7 @@ class AmpModule(nn.Module):
     # ----------------------------------------------------------------------------- behaving as a module
 
     @property
-    def training(self) -> bool:  # type: ignore[override]
+    def training(self) -> bool:
         """The original's mode."""
         return bool(getattr(self._original, "training", False)) if self._ready else True
 
@@ -195,7 +197,11 @@ class AmpModule(nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return super().state_dict(*args, **kwargs) if self._is_function else self._original.state_dict(*args, **kwargs)
+        return (
+            super().state_dict(*args, **kwargs)
+            if self._is_function
+            else self._original.state_dict(*args, **kwargs)
+        )
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_function:
@@ -245,7 +251,9 @@ class _Backend:
         reason = dynamo.break_reason(gm)
         if reason is not None and str(reason) not in self.state.not_captured:
             self.state.not_captured.append(str(reason))
-        with _guarded(self.state, "a graph could not be rewritten and runs in the precision it has") as rewritten:
+        with _guarded(
+            self.state, "a graph could not be rewritten and runs in the precision it has"
+        ) as rewritten:
             graph = self.rewrite(gm, example_inputs)
         if not rewritten:
             return gm.forward
@@ -260,7 +268,9 @@ class _Backend:
         module = self.target if isinstance(self.target, nn.Module) else None
         paths = {id(m): name for name, m in module.named_modules()} if module is not None else {}
         ctx = Context(
-            self.options.policy, self.options.keep_output_dtypes, marked_modules(module) if module is not None else {}
+            self.options.policy,
+            self.options.keep_output_dtypes,
+            marked_modules(module) if module is not None else {},
         )
         graph = lower(gm, example_inputs, self.options.policy, paths)
         verify(graph, ("captured",), ctx, "capture")
@@ -388,9 +398,13 @@ def amp_compile(
         check_level(level)
         return lambda target: amp_compile(target, **options)
     if isinstance(model, AmpModule):
-        raise ArgumentError("This module is amp_compile'd already: compile module.original with the new options.")
+        raise ArgumentError(
+            "This module is amp_compile'd already: compile module.original with the new options."
+        )
     if isinstance(model, type) or not callable(model):
-        what = f"the class {model.__name__}" if isinstance(model, type) else f"{type(model).__name__} {model!r}"
+        what = (
+            f"the class {model.__name__}" if isinstance(model, type) else f"{type(model).__name__} {model!r}"
+        )
         raise ArgumentError(f"amp_compile takes a torch.nn.Module or a function, not {what}.")
     if backend not in BACKENDS:
         raise ArgumentError(f"Unknown backend {backend!r}: choose one of {', '.join(BACKENDS)}.")
@@ -423,7 +437,9 @@ def _device(model: Any) -> str:
 
 def _with_excluded(policy: Policy, model: Any, exclude: Iterable[str | type[nn.Module]]) -> Policy:
     if isinstance(exclude, (str, type)):
-        raise ArgumentError(f"exclude must be a list of path patterns and module classes: write [{exclude!r}].")
+        raise ArgumentError(
+            f"exclude must be a list of path patterns and module classes: write [{exclude!r}]."
+        )
     given = list(exclude)
     if (given or policy.modules) and not isinstance(model, nn.Module):
         raise PolicyError("exclude and module rules need a torch.nn.Module: a function has no module paths.")

@@ -376,8 +376,11 @@ def format_node(node: fx.Node) -> str:
         return f"input {left}"
     if node.op == "get_attr":
         return f"{left} = self.{node.target}"
-    op = "cast" if is_cast(node) else overload_name(node)
-    return f"{left} = {op}({', '.join(args)})"
+    if is_cast(node):
+        return (
+            f"{left} = cast({cast_source(node).name}, {DTYPE_NAMES.get(cast_dtype(node), cast_dtype(node))})"
+        )
+    return f"{left} = {overload_name(node)}({', '.join(args)})"
 
 
 def format_graph(gm: fx.GraphModule, *, reasons: bool = False) -> str:

@@ -1,7 +1,7 @@
 """The order of the passes, top to bottom, and nothing else but running them.
 
-    capture ─▶ normalize ─▶ assign_precision ─▶ insert_casts ─▶ autodiff ─▶ fold_casts ─▶ batch_casts ─▶ run
-               └──────────────── FORWARD ────────────────┘                  └──── JOINT / INFERENCE ────┘
+capture ─▶ normalize ─▶ assign_precision ─▶ insert_casts ─▶ autodiff ─▶ fold_casts ─▶ batch_casts ─▶ run
+           └──────────────── FORWARD ────────────────┘                  └──── JOINT / INFERENCE ────┘
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Pipeline:
     switched_off: frozenset[str] = field(default_factory=frozenset)
 
     def __post_init__(self) -> None:
-        facts, ran = set(self.given), []
+        facts = set(self.given)
+        ran: list[str] = []
         for step in self.passes:
             missing = [fact for fact in step.requires if fact not in facts]
             if missing:
@@ -64,7 +65,8 @@ class Pipeline:
 
     def run(self, gm: fx.GraphModule, ctx: Context, history: list[Record], *, graph: str) -> None:
         """Run the passes on ``gm`` in place, verify after each, and write one record a pass."""
-        facts, ran = set(self.given), []
+        facts = set(self.given)
+        ran: list[str] = []
         for step in self.passes:
             missing = [fact for fact in step.requires if fact not in facts]
             if step.name in self.switched_off or missing:
@@ -112,7 +114,9 @@ def check_names(names: Iterable[str]) -> list[str]:
     return given
 
 
-def _record(name: str, seconds: float, modified: bool, gm: fx.GraphModule, graph: str, note: str = "") -> Record:
+def _record(
+    name: str, seconds: float, modified: bool, gm: fx.GraphModule, graph: str, note: str = ""
+) -> Record:
     graphs = [inner for _, inner in g.all_graphs(gm)]
     casts = sum(g.is_float_cast(n) for inner in graphs for n in inner.graph.nodes)
     nodes = sum(len(inner.graph.nodes) for inner in graphs)

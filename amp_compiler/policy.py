@@ -146,7 +146,7 @@ class Policy:
                 frozen = tuple(values)
             except (TypeError, ValueError):
                 raise PolicyError(
-                    f"A conditional rule is (op, argument, values), for example ('softplus', 'beta', [1]); got {rule!r}."
+                    f"A conditional rule is (op, argument, values), such as ('softplus', 'beta', [1]); got {rule!r}."
                 ) from None
             name = canonical(op)
             _check_argument(name, argument)
@@ -170,7 +170,9 @@ class Policy:
         plain = row.name if row is not None else name
         chosen = self._overrides.get(name) or self._overrides.get(plain)
         if chosen is not None:
-            listed = {OpClass.LOW: "white list", OpClass.FP32: "black list"}.get(chosen, f"{chosen.value} list")
+            listed = {OpClass.LOW: "white list", OpClass.FP32: "black list"}.get(
+                chosen, f"{chosen.value} list"
+            )
             return Choice(chosen, row, f"on your {listed}", listed.replace(" ", "_"))
         if row is None:
             return Choice(OpClass.KEEP, None, "unlisted: not known to be safe in low precision", "unlisted")
@@ -202,7 +204,9 @@ class Policy:
             os.replace(scratch, target)
         except OSError as error:
             scratch.unlink(missing_ok=True)
-            raise PolicyError(f"The policy could not be written to {target}: {error.strerror or error}.") from error
+            raise PolicyError(
+                f"The policy could not be written to {target}: {error.strerror or error}."
+            ) from error
 
     def to_toml(self) -> str:
         """The policy as TOML text."""
@@ -233,7 +237,9 @@ class Policy:
         except OSError as error:
             raise PolicyError(f"The policy file {path} cannot be read: {error.strerror or error}.") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise PolicyError(f"The policy file {path} is not TOML: {error}. Compare it with Policy.to_file's.") from None
+            raise PolicyError(
+                f"The policy file {path} is not TOML: {error}. Compare it with Policy.to_file's."
+            ) from None
         try:
             return cls.from_dict(data)
         except ArgumentError as error:
@@ -242,14 +248,20 @@ class Policy:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Policy:
         """A policy from parsed TOML; unknown keys are errors, with the nearest known one."""
-        _check_keys("the file", data, ("version", "level", "dtype", "autocast_device", "ops", "module", "conditional"))
+        _check_keys(
+            "the file", data, ("version", "level", "dtype", "autocast_device", "ops", "module", "conditional")
+        )
         version = data.get("version", FILE_VERSION)
         if version != FILE_VERSION:
-            raise PolicyError(f"version is {version!r}; this release reads {FILE_VERSION}. Update amp-compiler.")
+            raise PolicyError(
+                f"version is {version!r}; this release reads {FILE_VERSION}. Update amp-compiler."
+            )
         dtype, device = data.get("dtype"), data.get("autocast_device")
         if device is not None and not isinstance(device, str):
             raise PolicyError(f"autocast_device must be a text such as 'cpu', not {device!r}.")
-        policy = cls(data.get("level", "O2"), None if dtype is None else check_low_dtype(dtype), autocast_device=device)
+        policy = cls(
+            data.get("level", "O2"), None if dtype is None else check_low_dtype(dtype), autocast_device=device
+        )
         ops = data.get("ops", {})
         if not isinstance(ops, dict):
             raise PolicyError("ops must be a table: write [ops] and below it low, fp32 and follow lists.")
@@ -258,7 +270,9 @@ class Policy:
         for rule in _tables(data, "module", ("pattern", "precision")):
             policy = policy.with_modules({rule["pattern"]: rule["precision"]})
         rules = _tables(data, "conditional", ("op", "argument", "values"))
-        return policy.with_conditional((r["op"], r["argument"], _as_list(r["values"], "values")) for r in rules)
+        return policy.with_conditional(
+            (r["op"], r["argument"], _as_list(r["values"], "values")) for r in rules
+        )
 
 
 # ---------------------------------------------------------------------------------------------- checks
@@ -360,4 +374,6 @@ def _toml(value: Any) -> str:
     if isinstance(value, str):
         escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
         return f'"{escaped}"'
-    raise PolicyError(f"{value!r} cannot be written to a policy file: use texts, numbers, booleans or lists of them.")
+    raise PolicyError(
+        f"{value!r} cannot be written to a policy file: use texts, numbers, booleans or lists of them."
+    )

@@ -65,7 +65,10 @@ class Report:
             return "amp report: " + ("; ".join(self.notes) or "no op captured")
         head = ["node", "op", "module", "precision", "reason"]
         body = [[r.node, r.op, r.module, r.precision, r.reason] for r in self.rows]
-        widths = [min(max(len(row[i]) for row in [head, *body]), limit) for i, limit in enumerate((28, 30, 34, 9, 200))]
+        widths = [
+            min(max(len(row[i]) for row in [head, *body]), limit)
+            for i, limit in enumerate((28, 30, 34, 9, 200))
+        ]
         lines = ["  ".join(_fit(text, width) for text, width in zip(row, widths, strict=True)).rstrip()
                  for row in [head, ["-" * w for w in widths[:4]] + ["-" * 6], *body]]  # fmt: skip
         counts = ", ".join(f"{count} {name}" for name, count in sorted(self.by_precision.items()))

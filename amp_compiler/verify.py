@@ -28,16 +28,18 @@ def deep_by_default() -> bool:
     return os.environ.get(DEEP, "") == "deep"
 
 
-def verify(gm: fx.GraphModule, facts: tuple[str, ...], ctx: Any, after: str, *, deep: bool | None = None) -> None:
+def verify(
+    gm: fx.GraphModule, facts: tuple[str, ...], ctx: Any, after: str, *, deep: bool | None = None
+) -> None:
     """Check that ``facts`` hold on ``gm`` and on every graph inside it."""
     for name, inner in g.all_graphs(gm):
         where = f"{after}, graph {name}" if name else after
         _well_formed(inner, where)
         for fact in facts:
             CHECKS[fact](inner, ctx, where)
-    if deep if deep is not None else deep_by_default():
-        if {"cast", "folded", "batched"} & set(facts):
-            _repropagate(gm, after)
+    wanted = deep_by_default() if deep is None else deep
+    if wanted and {"cast", "folded", "batched"} & set(facts):
+        _repropagate(gm, after)
 
 
 def _fail(where: str, node: fx.Node, what: str) -> None:
@@ -112,10 +114,10 @@ def _cast(gm: fx.GraphModule, ctx: Any, where: str) -> None:
         if known.mode is Mode.CAST and node.op == "call_function" and not g.is_higher_order(node):
             for name, arg in g.tensor_args(node):
                 value = g.tensor_of(arg)
-                if name not in known.keep_args and g.is_eligible(value) and value is not None:
-                    if value.dtype != known.precision:
-                        _fail(where, node, f"runs in {known.precision}, but its argument '{name}' ({arg.name}) "
-                                           f"is {value.dtype}.")  # fmt: skip
+                free = name not in known.keep_args and g.is_eligible(value)
+                if free and value is not None and value.dtype != known.precision:
+                    what = f"runs in {known.precision}, but its argument '{name}' ({arg.name}) is {value.dtype}."
+                    _fail(where, node, what)
 
 
 def _functional(gm: fx.GraphModule, ctx: Any, where: str) -> None:
@@ -153,25 +155,25 @@ CHECKS: Mapping[str, Callable[[fx.GraphModule, Any, str], None]] = {
 
 def _repropagate(gm: fx.GraphModule, after: str) -> None:
     """Run every op on fakes and compare dtypes with the meta, graph by graph."""
-    _Repropagate(gm, after).check()
+    for name, inner in g.all_graphs(gm):
+        _Repropagate(inner, f"{after}, graph {name}" if name else after).check()
 
 
 class _Repropagate(fx.Interpreter):
     def __init__(self, gm: fx.GraphModule, after: str) -> None:
         super().__init__(gm)
+        self.nodes = gm.graph.nodes
         self.after = after
 
     def check(self) -> None:
-        inputs = [n.meta.get("val") for n in self.module.graph.nodes if n.op == "placeholder"]  # type: ignore[union-attr]
-        tensors = [v for v in inputs if isinstance(v, torch.Tensor)]
-        tensors += [
-            v for n in self.module.graph.nodes for v in g.tensor_outputs(n) if v is not None  # type: ignore[union-attr]
-        ]
+        nodes = list(self.nodes)
+        inputs = [n.meta.get("val") for n in nodes if n.op == "placeholder"]
+        tensors = [v for n in nodes for v in g.tensor_outputs(n) if v is not None]
         mode = next((m for v in tensors if (m := getattr(v, "fake_mode", None)) is not None), None)
         if mode is None:
             return
-        clean = [_detached(v, mode) for v in inputs]
-        with mode, torch.enable_grad(), torch.no_grad():
+        clean = [g.retype(v, v.dtype) if isinstance(v, torch.Tensor) else v for v in inputs]
+        with mode, torch.no_grad():
             self.run(*clean)
 
     def run_node(self, n: fx.Node) -> Any:
@@ -181,16 +183,16 @@ class _Repropagate(fx.Interpreter):
         if n.op == "call_function" and getattr(n.target, "__name__", "") == "_set_grad_enabled":
             return None
         if g.is_higher_order(n):
-            return n.meta.get("val")  # its bodies are checked by rule
+            return n.meta.get("val")  # its bodies are graphs of their own
         result = super().run_node(n)
         if n.op == "call_function":
-            for got, said in zip(pytree.tree_leaves(result), pytree.tree_leaves(n.meta.get("val")), strict=False):
-                if isinstance(got, torch.Tensor) and isinstance(said, torch.Tensor) and got.dtype != said.dtype:
+            for got, said in zip(
+                pytree.tree_leaves(result), pytree.tree_leaves(n.meta.get("val")), strict=False
+            ):
+                if (
+                    isinstance(got, torch.Tensor)
+                    and isinstance(said, torch.Tensor)
+                    and got.dtype != said.dtype
+                ):
                     _fail(self.after, n, f"gives {got.dtype}, its meta says {said.dtype}.")
         return result
-
-
-def _detached(value: Any, mode: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return g.retype(value, value.dtype)

@@ -9,7 +9,9 @@ For each node, the first rule that applies:
 4. it writes to an argument: runs in that argument's dtype (a cast copy would lose the write)
 5. a region, ``set_precision`` or module rule says a dtype: that dtype
 6. everything in it is low already: kept
-7. the policy's class of the op at the level (DESIGN §3), unless a constant does not fit the low dtype
+7. the policy's class of the op at the level (DESIGN §3), unless a constant does not fit the low dtype;
+   a FOLLOW op that only answers (a comparison, an argmax: no float comes out) takes the widest of its inputs
+   at every level, because rounding them could only change the answer
 
 With ``Policy.torch`` the lists and rules of torch.autocast replace 2 to 7.
 Requires: normalized. Ensures: assigned. A second run changes nothing.
@@ -63,7 +65,9 @@ class _Assign:
                 new = Decision(Mode.NATIVE, None, "an input: keeps its dtype", out=out, rule="input")
                 place += 1
             elif node.op == "get_attr":
-                new = Decision(Mode.NATIVE, None, "a constant: keeps its dtype", out=_traced(node), rule="input")
+                new = Decision(
+                    Mode.NATIVE, None, "a constant: keeps its dtype", out=_traced(node), rule="input"
+                )
             elif node.op == "call_function":
                 new = self.decide(node)
             else:
@@ -90,10 +94,14 @@ class _Assign:
             return self.as_it_comes(node, "level O0: untouched", "level")
         if not floats:
             if any(v is not None and v.dtype.is_floating_point for v in g.tensor_outputs(node)):
-                return self.as_it_comes(node, "makes a tensor: keeps the dtype it was traced with", "creation")
+                return self.as_it_comes(
+                    node, "makes a tensor: keeps the dtype it was traced with", "creation"
+                )
             return self.as_it_comes(node, "no floating-point input", "no_float")
         if self.native:
-            return self.as_it_comes(node, "backward of a custom autograd function: takes what it gets", "native")
+            return self.as_it_comes(
+                node, "backward of a custom autograd function: takes what it gets", "native"
+            )
         if self.policy.autocast_device is not None:
             return self.like_autocast(node, name, floats)
         return self.by_level(node, name, floats)
@@ -114,7 +122,9 @@ class _Assign:
         if choice.cls is OpClass.KEEP:
             return self.as_traced(node, choice.reason, choice.rule, choice)
         if dict(g.schema_args(node)).get("dtype") is not None:
-            return self.as_it_comes(node, "an explicit dtype= argument wins", "explicit_dtype", choice, traced_out=True)
+            return self.as_it_comes(
+                node, "an explicit dtype= argument wins", "explicit_dtype", choice, traced_out=True
+            )
         forced = self.forced_dtype(node)
         low = self.policy.low
         if forced is not None:
@@ -131,7 +141,9 @@ class _Assign:
         named = dict(g.schema_args(node))
         condition = self.policy.condition_for(name, named)
         if condition is not None:
-            reason = f"conditional rule: {condition.op} with {condition.argument}={named[condition.argument]!r}"
+            reason = (
+                f"conditional rule: {condition.op} with {condition.argument}={named[condition.argument]!r}"
+            )
             return self.cast(node, torch.float32, reason, "conditional", choice)
         return self.by_class(node, name, floats, choice, low)
 
@@ -140,23 +152,36 @@ class _Assign:
     ) -> Decision:
         level, cls, row = self.policy.level, choice.cls, choice.row
         flows = {g.dtype_of(a) for _, a in floats}
-        if cls is OpClass.LOW or (cls is OpClass.FOLLOW and level in ("O2", "O3")):
+        answers = not any(g.is_eligible(v) for v in g.tensor_outputs(node))
+        if cls is OpClass.LOW or (cls is OpClass.FOLLOW and level in ("O2", "O3") and not answers):
             return self.checked(node, name, low, choice.reason, choice.rule, choice, floats)
         if cls is OpClass.FP32 and level == "O3":
-            return self.checked(node, name, low, f"level O3: everything low ({choice.reason})", "level", choice, floats)
+            return self.checked(
+                node, name, low, f"level O3: everything low ({choice.reason})", "level", choice, floats
+            )
         if cls is OpClass.FP32:
             main = g.dtype_of(floats[0][1])
-            if level == "O2" and choice.rule == "table" and row is not None and row.fp32_inside and main == low:
+            if (
+                level == "O2"
+                and choice.rule == "table"
+                and row is not None
+                and row.fp32_inside
+                and main == low
+            ):
                 reason = f"fp32 inside torch's kernel, low in and out: {choice.reason}"
                 value = g.tensor_of(floats[0][1])
                 on_cpu = value is not None and value.device.type == "cpu"
                 kept = row.fp32_args_on_cpu if on_cpu else ()
                 return self.cast(node, low, reason, "fp32_inside", choice, keep=kept)
             return self.cast(node, torch.float32, choice.reason, choice.rule, choice)
-        if level == "O1":
-            return self.cast(node, torch.float32, f"level O1 keeps it in fp32: {choice.reason}", choice.rule, choice)
+        if level == "O1" and not answers:
+            return self.cast(
+                node, torch.float32, f"level O1 keeps it in fp32: {choice.reason}", choice.rule, choice
+            )
         if flows == {low}:
-            return self.checked(node, name, low, f"all its inputs are low: {choice.reason}", choice.rule, choice, floats)
+            return self.checked(
+                node, name, low, f"all its inputs are low: {choice.reason}", choice.rule, choice, floats
+            )
         source = next(a for _, a in floats if g.dtype_of(a) != low)
         return self.cast(node, torch.float32, f"follows {source.name}, which is fp32", choice.rule, choice)
 
@@ -165,7 +190,15 @@ class _Assign:
     ) -> Decision:
         dtype = _widest([g.dtype_of(a) for _, a in floats])
         if dtype in g.LOW_DTYPES:
-            return self.checked(node, g.op_name(node), dtype, f"follows its input: {choice.reason}", choice.rule, choice, floats)
+            return self.checked(
+                node,
+                g.op_name(node),
+                dtype,
+                f"follows its input: {choice.reason}",
+                choice.rule,
+                choice,
+                floats,
+            )
         return self.cast(node, dtype, f"follows its input: {choice.reason}", choice.rule, choice)
 
     def checked(
@@ -187,9 +220,9 @@ class _Assign:
             kinds = {a.name: str(a.type) for a in node.target._schema.arguments}
             for name, value in g.schema_args(node):
                 is_scalar = isinstance(value, (int, float)) and not isinstance(value, bool)
-                if is_scalar and kinds.get(name, "") in ("Tensor", "number", "Optional[number]"):
-                    if not _fits(float(value), dtype):
-                        return float(value)
+                computes = kinds.get(name, "") in ("Tensor", "number", "Optional[number]")
+                if is_scalar and computes and not _fits(float(value), dtype):
+                    return float(value)
         for _, arg in floats:
             for value in self.constants(arg):
                 if not _fits(value, dtype):
@@ -198,24 +231,41 @@ class _Assign:
 
     def constants(self, node: fx.Node) -> list[float]:
         """The extreme values of a node that is a constant of the graph; nothing for any other."""
-        while node.op == "call_function" and g.op_name(node) in ("lift_fresh_copy", "lift_fresh", "expand", "view"):
+        while node.op == "call_function" and g.op_name(node) in (
+            "lift_fresh_copy",
+            "lift_fresh",
+            "expand",
+            "view",
+        ):
             node = node.args[0]  # type: ignore[assignment]
         if node.op == "get_attr":
             value = getattr(self.gm, str(node.target), None)
             if isinstance(value, torch.Tensor) and 0 < value.numel() <= 4096 and type(value) is torch.Tensor:
                 nonzero = value[value != 0].abs().float()
                 return [float(nonzero.max()), float(nonzero.min())] if nonzero.numel() else []
-        if node.op == "call_function" and g.op_name(node) in ("full", "full_like", "scalar_tensor", "new_full"):
+        if node.op == "call_function" and g.op_name(node) in (
+            "full",
+            "full_like",
+            "scalar_tensor",
+            "new_full",
+        ):
             fill = dict(g.schema_args(node)).get("fill_value", node.args[0])
             return [float(fill)] if isinstance(fill, (int, float)) else []
         return []
 
     def in_place(
-        self, node: fx.Node, name: str, floats: list[tuple[str, fx.Node]], written: frozenset[str], choice: Choice
+        self,
+        node: fx.Node,
+        name: str,
+        floats: list[tuple[str, fx.Node]],
+        written: frozenset[str],
+        choice: Choice,
     ) -> Decision:
         targets = [g.dtype_of(a) for n, a in floats if n in written]
         if not targets or targets[0] is None:
-            return self.as_traced(node, "writes in place to a tensor that is never touched", "in_place", choice)
+            return self.as_traced(
+                node, "writes in place to a tensor that is never touched", "in_place", choice
+            )
         dtype = targets[0]
         reason = "writes in place: runs in the dtype of the tensor it writes to"
         if name in NATIVE_INPLACE:
@@ -236,7 +286,12 @@ class _Assign:
         for path, _ in reversed(g.module_stack(node)):
             if path in self.ctx.module_precision:
                 dtype = self.ctx.module_precision[path]
-                return dtype, f"set_precision({path or 'the model'}, {dtype_name(dtype)})", "set_precision", True
+                return (
+                    dtype,
+                    f"set_precision({path or 'the model'}, {dtype_name(dtype)})",
+                    "set_precision",
+                    True,
+                )
         if self.policy.modules:
             for path, _ in reversed(g.module_stack(node)):
                 rule = self.policy.module_rule(path)
@@ -261,7 +316,9 @@ class _Assign:
             return self.cast(node, forced[0], forced[1], forced[2])
         listed = self.policy.classify(name)
         if listed.rule in ("white_list", "black_list"):
-            return self.cast(node, low if listed.cls is OpClass.LOW else torch.float32, listed.reason, listed.rule)
+            return self.cast(
+                node, low if listed.cls is OpClass.LOW else torch.float32, listed.reason, listed.rule
+            )
         if overload in lists["banned"]:
             raise BannedOpError(
                 f"torch.autocast bans {name} on {self.policy.autocast_device}: use "
@@ -271,14 +328,18 @@ class _Assign:
             return self.cast(node, low, "torch.autocast casts it to low", "autocast")
         if overload in lists["fp32_set_dtype"]:
             if dict(g.schema_args(node)).get("dtype") is not None:
-                return self.as_it_comes(node, "an explicit dtype= argument wins", "explicit_dtype", traced_out=True)
+                return self.as_it_comes(
+                    node, "an explicit dtype= argument wins", "explicit_dtype", traced_out=True
+                )
             return self.cast(node, torch.float32, "torch.autocast runs it in fp32", "autocast")
         if overload in lists["fp32"]:
             return self.cast(node, torch.float32, "torch.autocast runs it in fp32", "autocast")
         if overload in lists["promote"]:
             widest = _widest([g.dtype_of(a) for _, a in floats])
             return self.cast(node, widest, "torch.autocast promotes it to its widest input", "autocast")
-        return self.as_it_comes(node, "torch.autocast does not list it: torch's own type promotion", "autocast")
+        return self.as_it_comes(
+            node, "torch.autocast does not list it: torch's own type promotion", "autocast"
+        )
 
     # -------------------------------------------------------------------------------- higher order
 
@@ -304,7 +365,9 @@ class _Assign:
         if name == AUTOGRAD_FUNCTION:
             for body in bodies:
                 _Assign(body, self.ctx, native=True).run()
-            return self.as_traced(node, "a custom autograd function: forward and backward keep their dtypes", "opaque")
+            return self.as_traced(
+                node, "a custom autograd function: forward and backward keep their dtypes", "opaque"
+            )
         for body in bodies:
             _Assign(body, self.ctx, native=self.native).run()
         return self.as_traced(node, f"{name}: values keep their dtypes at its border, its bodies are rewritten",
@@ -335,7 +398,9 @@ class _Assign:
     def as_it_comes(
         self, node: fx.Node, reason: str, rule: str, choice: Choice | None = None, traced_out: bool = False
     ) -> Decision:
-        changed = any(g.dtype_of(a) != v.dtype for _, a in g.tensor_args(node) if (v := g.tensor_of(a)) is not None)
+        changed = any(
+            g.dtype_of(a) != v.dtype for _, a in g.tensor_args(node) if (v := g.tensor_of(a)) is not None
+        )
         out = _promoted(node) if changed and not traced_out else _traced(node)
         floats = [d for d in out if d is not None and d.is_floating_point]
         return Decision(Mode.NATIVE, floats[0] if floats else None, reason, choice.cls if choice else None, out,
@@ -361,7 +426,9 @@ def _select(node: fx.Node) -> Decision:
     if known is not None and isinstance(index, int) and len(known.out) > index and len(out) == 1:
         flat = known.out[index]
         out = (flat,) if flat is not None else out
-    return Decision(Mode.NATIVE, out[0] if out else None, f"an output of {source.name}", out=out, rule="getitem")
+    return Decision(
+        Mode.NATIVE, out[0] if out else None, f"an output of {source.name}", out=out, rule="getitem"
+    )
 
 
 def _promoted(node: fx.Node) -> tuple[torch.dtype | None, ...]:
@@ -407,4 +474,6 @@ def _body_outputs(gm: fx.GraphModule) -> tuple[torch.dtype | None, ...]:
     return tuple(_flow(v) for v in pytree.tree_leaves(_output_values(gm)))
 
 
-PASS = Pass("assign_precision", Dialect.PRE_DISPATCH, requires=("normalized",), ensures=("assigned",), run=run)
+PASS = Pass(
+    "assign_precision", Dialect.PRE_DISPATCH, requires=("normalized",), ensures=("assigned",), run=run
+)

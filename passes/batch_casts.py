@@ -46,7 +46,12 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
 
 def _small_input(node: fx.Node) -> torch.Tensor | None:
     value = g.tensor_of(node)
-    if node.op != "placeholder" or value is None or value.dim() != 1 or str(node.target).startswith("tangents"):
+    if (
+        node.op != "placeholder"
+        or value is None
+        or value.dim() != 1
+        or str(node.target).startswith("tangents")
+    ):
         return None
     size = value.shape[0]
     return value if isinstance(size, int) and 0 < size <= LARGEST and value.is_contiguous() else None

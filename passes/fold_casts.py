@@ -145,7 +145,8 @@ def _sink(graph: fx.Graph, node: fx.Node, frozen: set[fx.Node]) -> bool:
         if not g.is_float_cast(arg) or not _skippable(arg) or g.cast_source(arg) in frozen:
             return False
         before, after = g.tensor_of(g.cast_source(arg)), g.tensor_of(arg)
-        assert before is not None and after is not None
+        assert before is not None
+        assert after is not None
         if low not in (None, before.dtype) or not _static(after) or not _same_strides(before, after):
             return False
         low = before.dtype
@@ -190,7 +191,6 @@ def _rise(graph: fx.Graph, node: fx.Node, frozen: set[fx.Node]) -> bool:
     (low,) = dtypes
     if low not in g.LOW_DTYPES or not _scalars_fit(node, low):
         return False
-    order = {n: i for i, n in enumerate(graph.nodes)} if any(len(a.users) > 1 for a in args) else {}
     present: dict[fx.Node, fx.Node] = {}
     cost = 0
     for arg in args:
@@ -198,12 +198,9 @@ def _rise(graph: fx.Graph, node: fx.Node, frozen: set[fx.Node]) -> bool:
         assert value is not None
         if value.dtype is not torch.float32 or not _static(value) or not value.is_contiguous():
             return False
-        ready = [
-            u for u in arg.users
-            if g.is_cast(u) and g.cast_dtype(u) == low and order and order[u] < order[node]
-        ]  # fmt: skip
-        if ready:
-            present[arg] = ready[0]
+        ready = next((u for u in arg.users if g.is_cast(u) and g.cast_dtype(u) == low), None)
+        if ready is not None:
+            present[arg] = ready
         else:
             cost += g.nbytes(value, low)
     if cost >= g.nbytes(result, low):
@@ -217,6 +214,8 @@ def _rise(graph: fx.Graph, node: fx.Node, frozen: set[fx.Node]) -> bool:
             assert value is not None
             rounded.meta["val"] = g.retype(value, low)
             g.inherit_origin(rounded, node)
+        elif rounded > node:
+            node.prepend(rounded)  # its source stands before node, so it may too
         node.replace_input_with(arg, rounded)
     node.meta["val"] = g.retype(result, low)
     for user in users:
@@ -237,9 +236,9 @@ def _new_cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 def _scalars_fit(node: fx.Node, low: torch.dtype) -> bool:
     for _, value in g.schema_args(node):
-        if isinstance(value, float) and not math.isnan(value):
-            if float(torch.tensor(value, dtype=torch.float64).to(low)) != value:
-                return False
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+        if is_number and float(torch.tensor(float(value), dtype=torch.float64).to(low)) != value:
+            return False
     return True
 
 

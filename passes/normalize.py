@@ -34,7 +34,11 @@ class Region:
     def __str__(self) -> str:
         if self.kind == "precision":
             return f"precision('{g.DTYPE_NAMES[self.dtype]}') region" if self.dtype else "precision region"
-        return f"torch.autocast(dtype={self.dtype}) region" if self.dtype else "torch.autocast(enabled=False) region"
+        return (
+            f"torch.autocast(dtype={self.dtype}) region"
+            if self.dtype
+            else "torch.autocast(enabled=False) region"
+        )
 
 
 def run(gm: fx.GraphModule, ctx: Context) -> bool:
@@ -55,7 +59,12 @@ def _casts(graph: fx.Graph) -> bool:
         if node.target is aten._assert_tensor_metadata.default:
             graph.erase_node(node)
             modified = True
-        elif not g.is_cast(node) and _is_plain_cast(node) or g.is_cast(node) and node.target is not aten.to.dtype:
+        elif (
+            (not g.is_cast(node)
+            and _is_plain_cast(node))
+            or (g.is_cast(node)
+            and node.target is not aten.to.dtype)
+        ):
             value = g.tensor_of(node)
             assert value is not None
             node.target, node.args, node.kwargs = aten.to.dtype, (node.args[0], value.dtype), {}
@@ -86,7 +95,12 @@ def _regions(gm: fx.GraphModule) -> bool:
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
         if name == "_enter_autocast":
             _device, dtype, enabled, *_ = node.args
-            stack.append(Region("autocast", _autocast_dtype(node) if enabled and dtype is None else dtype if enabled else None))
+            stack.append(
+                Region(
+                    "autocast",
+                    _autocast_dtype(node) if enabled and dtype is None else dtype if enabled else None,
+                )
+            )
             dead.append(node)
         elif name == "_exit_autocast":
             stack.pop()

@@ -66,6 +66,7 @@ def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], joint: JointPas
 
     def before_joint_passes(graph: fx.Graph) -> None:
         owner = graph.owning_module
+        assert owner is not None
         backward = any(n.op == "placeholder" and str(n.target).startswith("tangents") for n in graph.nodes)
         joint(owner, "joint" if backward else "inference")
 

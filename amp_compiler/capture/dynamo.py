@@ -38,10 +38,8 @@ def compile_frame(target: Any, backend: Backend, *, dynamic: bool | None, fullgr
     ``isolate_recompiles``: Dynamo counts re-compilations for each code object, so the same class compiled at a
     few levels, or modules of torch.nn, would use up the limit together and then run uncompiled, in fp32.
     """
-    return torch.compile(
-        target, backend=backend, dynamic=dynamic, fullgraph=fullgraph,
-        recompile_limit=RECOMPILE_LIMIT, isolate_recompiles=True,
-    )  # fmt: skip
+    settings: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}
+    return torch.compile(target, backend=backend, dynamic=dynamic, fullgraph=fullgraph, **settings)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,10 @@ from .lower import annotate_origin
 
 
 def export_program(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, dynamic_shapes: Any = None
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
 ) -> torch.export.ExportedProgram:
     """Export a module to pre-dispatch ATen, each node with its module path and source line."""
     try:
@@ -38,10 +41,15 @@ def export_program(
 
 
 def capture_export(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, dynamic_shapes: Any = None
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
 ) -> fx.GraphModule:
     """The exported graph alone, as passes take it: parameters and buffers are its first inputs."""
-    return export_program(model, args, kwargs, dynamic_shapes).graph_module
+    graph = export_program(model, args, kwargs, dynamic_shapes).graph_module
+    assert isinstance(graph, fx.GraphModule)
+    return graph
 
 
 def _no_autocast() -> Any:

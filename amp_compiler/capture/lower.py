@@ -27,7 +27,7 @@ from .. import graph as g
 from ..ops.row import OpClass
 from ..policy import Policy
 
-Decompositions = dict[torch._ops.OperatorBase, Callable[..., Any]]
+Decompositions = dict[Any, Callable[..., Any]]
 
 
 def lower(
@@ -37,7 +37,9 @@ def lower(
     fakes, mode = fakify(example_inputs)
     interpreter = _LoweringInterpreter(gm)
     with _tracing(mode):
-        lowered = make_fx(interpreter.run, decomposition_table=decompositions(policy), pre_dispatch=True)(*fakes)
+        lowered = make_fx(interpreter.run, decomposition_table=decompositions(policy), pre_dispatch=True)(
+            *fakes
+        )
     assert isinstance(lowered, fx.GraphModule)
     lowered.graph.eliminate_dead_code()
     _name_inputs(gm, lowered)
@@ -51,10 +53,10 @@ def lower(
 
 def fakify(example_inputs: Sequence[Any]) -> tuple[list[Any], Any]:
     """The inputs as AOTAutograd's fakes, and their fake mode."""
+    from torch._functorch._aot_autograd.frontend_utils import construct_fake_mode, process_inputs
     from torch._functorch._aot_autograd.schemas import AOTConfig
-    from torch._functorch.aot_autograd import construct_fake_mode, process_inputs
 
-    config = AOTConfig(None, None, None, {}, 0, 0, False)  # type: ignore[arg-type]
+    config = AOTConfig(None, None, None, {}, 0, 0, False)
     flat = list(example_inputs)
     mode, shape_env = construct_fake_mode(flat, config)
     fakes, _ = process_inputs(flat, config, mode, shape_env)
@@ -192,13 +194,13 @@ def _fresh(value: Any, requires_grad: bool = False) -> Any:
 def _emit(target: Any, bodies: list[fx.GraphModule], given: Sequence[Any], kwargs: Any, values: Any) -> Any:
     mode = get_proxy_mode()
     assert mode is not None
-    tracer = mode.tracer
+    tracer: Any = mode.tracer
     held = []
     for body in bodies:
-        name = tracer.get_fresh_qualname(f"{target.name()}_body")  # type: ignore[attr-defined]
+        name = tracer.get_fresh_qualname(f"{target.name()}_body")
         tracer.root.register_module(name, body)
         held.append(tracer.create_proxy("get_attr", name, (), {}))
-    proxies = pytree.tree_map(tracer.unwrap_proxy, tuple(given))  # type: ignore[attr-defined]
+    proxies = pytree.tree_map(tracer.unwrap_proxy, tuple(given))
     out = tracer.create_proxy("call_function", target, (*held, *proxies), dict(kwargs))
     return track_tensor_tree(values, out, constant=None, tracer=tracer)
 
