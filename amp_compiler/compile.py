@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import time
+import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -100,16 +101,18 @@ class AmpModule(nn.Module):
                 self._original, backend, dynamic=self._options.dynamic, fullgraph=self._options.fullgraph
             )
             object.__setattr__(self, "_compiled", compiled)
+        before = None if self._state.pieces else dynamo.Tally.now()
         with self._no_autocast(), dynamo.capture_settings():
             try:
                 result = self._compiled(*args, **kwargs)
             except Exception as error:
-                explained = _explain(error)
+                self._state.warned.add("raised")
+                explained = _explain(error, self._options.fullgraph)
                 if explained is None:
                     raise
                 raise explained from error
-        if not self._state.pieces:
-            self._nothing_captured()
+        if before is not None and not self._state.pieces:
+            self._nothing_captured(before.skipped_since("raised" in self._state.warned))
         return result
 
     @contextlib.contextmanager
@@ -132,17 +135,14 @@ class AmpModule(nn.Module):
                     stack.enter_context(torch.autocast(device, enabled=False))
             yield
 
-    def _nothing_captured(self) -> None:
-        reasons = [r for r in dynamo.graph_break_counts() if r]
+    def _nothing_captured(self, reason: str | None) -> None:
+        """A call went by and there is no graph: fine if there was nothing to capture, else say so, once."""
         text = "no tensor op was captured: the model runs as plain Python, in the precision it has"
-        if reasons and "nothing" not in self._state.warned:
-            self._state.warned.add("nothing")
-            first = reasons[-1].strip().splitlines()[0]
-            self._state.not_captured.append(f"the whole model: {first}")
-            warnings.warn(
-                f"amp_compile: {text}. Last reason that Dynamo gives: {first}", AmpWarning, stacklevel=3
-            )
         self._state.note(text)
+        if reason is not None and "nothing" not in self._state.warned:
+            self._state.warned.add("nothing")
+            self._state.not_captured.append(f"the whole model: {reason}")
+            warnings.warn(f"amp_compile: {text}. {reason}.", AmpWarning, stacklevel=4)
 
     # ------------------------------------------------------------------------------------------- looking
 
@@ -229,7 +229,14 @@ class AmpModule(nn.Module):
         return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return AmpModule, (self._original, self._options)
+        return AmpModule, (self._original, self._options), {"enabled": self.enabled}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.enabled = state["enabled"]
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """A decorated method is bound like any other; a compiled module in a class body is just a value."""
+        return self if instance is None or not self._is_function else types.MethodType(self, instance)
 
     def __repr__(self) -> str:
         policy = self.policy
@@ -319,7 +326,7 @@ def _guarded(state: State, what: str) -> Iterator[list[bool]]:
         warnings.warn(f"amp_compile: {text}", AmpWarning, stacklevel=2)
 
 
-def _explain(error: Exception) -> Exception | None:
+def _explain(error: Exception, fullgraph: bool) -> Exception | None:
     """Our own error out of Dynamo's wrapping, or a clear one for what cannot be in one graph."""
     import torch._dynamo.exc as exc
 
@@ -328,7 +335,7 @@ def _explain(error: Exception) -> Exception | None:
         if isinstance(inner, AmpError):
             return inner if inner is not error else None
         inner = getattr(inner, "inner_exception", None) or (inner.__cause__ if inner is not None else None)
-    if isinstance(error, exc.Unsupported):
+    if isinstance(error, exc.Unsupported) or (fullgraph and isinstance(error, exc.TorchDynamoException)):
         first = str(error).strip().splitlines()[0]
         return CaptureError(
             f"With fullgraph=True the model must be one graph, and it is not: {first} "
@@ -389,43 +396,38 @@ def amp_compile(
     >>> fast.report().by_precision["bfloat16"]
     3
     """
-    options: dict[str, Any] = dict(
-        level=level, dtype=dtype, policy=policy, white_list=white_list, black_list=black_list, exclude=exclude,
-        backend=backend, keep_output_dtypes=keep_output_dtypes, dynamic=dynamic, fullgraph=fullgraph,
-        disable_passes=disable_passes,
-    )  # fmt: skip
-    if model is None:
-        check_level(level)
-        return lambda target: amp_compile(target, **options)
-    if isinstance(model, AmpModule):
-        raise ArgumentError(
-            "This module is amp_compile'd already: compile module.original with the new options."
-        )
-    if isinstance(model, type) or not callable(model):
-        what = (
-            f"the class {model.__name__}" if isinstance(model, type) else f"{type(model).__name__} {model!r}"
-        )
-        raise ArgumentError(f"amp_compile takes a torch.nn.Module or a function, not {what}.")
     if backend not in BACKENDS:
         raise ArgumentError(f"Unknown backend {backend!r}: choose one of {', '.join(BACKENDS)}.")
-    chosen = _policy(model, level, dtype, policy)
-    chosen = chosen.with_ops(low=white_list, fp32=black_list)
-    chosen = _with_excluded(chosen, model, exclude)
-    names = tuple(pipeline.check_names(disable_passes))
-    return AmpModule(model, Options(chosen, backend, keep_output_dtypes, dynamic, fullgraph, names))
-
-
-def _policy(model: Any, level: str, dtype: Any, policy: Policy | None) -> Policy:
+    for name, value, allowed in (("dynamic", dynamic, (True, False, None)), ("fullgraph", fullgraph, (True, False)),
+                                 ("keep_output_dtypes", keep_output_dtypes, (True, False))):  # fmt: skip
+        if not any(value is choice for choice in allowed):
+            raise ArgumentError(f"{name} must be one of {', '.join(map(str, allowed))}, not {value!r}.")
     check_level(level)
-    device = _device(model)
-    if policy is None:
-        return Policy.default(level, dtype, device)
-    if not isinstance(policy, Policy):
+    if dtype is not None:
+        dtype = check_low_dtype(dtype)
+    if policy is not None and not isinstance(policy, Policy):
         raise ArgumentError(f"policy must be an amp_compiler.Policy, not {type(policy).__name__}.")
-    if dtype is not None and policy.dtype not in (None, check_low_dtype(dtype)):
+    names = tuple(pipeline.check_names(disable_passes))
+    # made once for a wrong name to show at once; the decorator below may never be applied
+    base = (policy or Policy(level, dtype)).with_ops(low=white_list, fp32=black_list)
+    excluded = _exclusions(exclude)
+
+    def compile_one(target: Callable[..., Any]) -> AmpModule:
+        if isinstance(target, AmpModule):
+            raise ArgumentError("This module is amp_compile'd already: compile module.original with the new options.")
+        if isinstance(target, type) or not callable(target):
+            what = f"the class {target.__name__}" if isinstance(target, type) else f"{type(target).__name__} {target!r}"
+            raise ArgumentError(f"amp_compile takes a torch.nn.Module or a function, not {what}.")
+        chosen = _with_excluded(_with_dtype(base, dtype, target), target, excluded)
+        return AmpModule(target, Options(chosen, backend, keep_output_dtypes, dynamic, fullgraph, names))
+
+    return compile_one if model is None else compile_one(model)
+
+
+def _with_dtype(policy: Policy, dtype: torch.dtype | None, model: Any) -> Policy:
+    if dtype is not None and policy.dtype not in (None, dtype):
         raise ArgumentError(f"dtype={dtype} contradicts the policy's {policy.dtype}: give one of them.")
-    wanted = policy.dtype or (check_low_dtype(dtype) if dtype is not None else default_dtype(device))
-    return dataclasses.replace(policy, dtype=wanted)
+    return dataclasses.replace(policy, dtype=policy.dtype or dtype or default_dtype(_device(model)))
 
 
 def _device(model: Any) -> str:
@@ -435,25 +437,28 @@ def _device(model: Any) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _with_excluded(policy: Policy, model: Any, exclude: Iterable[str | type[nn.Module]]) -> Policy:
-    if isinstance(exclude, (str, type)):
-        raise ArgumentError(
-            f"exclude must be a list of path patterns and module classes: write [{exclude!r}]."
-        )
+def _exclusions(exclude: Iterable[str | type[nn.Module]]) -> list[str | type[nn.Module]]:
+    if isinstance(exclude, (str, type)) or not isinstance(exclude, Iterable):
+        raise ArgumentError(f"exclude must be a list of path patterns and module classes: write [{exclude!r}].")
     given = list(exclude)
-    if (given or policy.modules) and not isinstance(model, nn.Module):
-        raise PolicyError("exclude and module rules need a torch.nn.Module: a function has no module paths.")
+    for item in given:
+        if not isinstance(item, str) and not (isinstance(item, type) and issubclass(item, nn.Module)):
+            raise ArgumentError(f"exclude takes path patterns and module classes, not {item!r}.")
+    return given
+
+
+def _with_excluded(policy: Policy, model: Any, exclude: list[str | type[nn.Module]]) -> Policy:
     if not isinstance(model, nn.Module):
+        if exclude or policy.modules:
+            raise PolicyError("exclude and module rules need a torch.nn.Module: a function has no module paths.")
         return policy
     modules = dict(model.named_modules())
     rules: dict[str, str] = {}
-    for item in given:
+    for item in exclude:
         if isinstance(item, str):
             found = [item] if any(matches(item, path) for path in modules) else []
-        elif isinstance(item, type) and issubclass(item, nn.Module):
-            found = [path for path, module in modules.items() if isinstance(module, item)]
         else:
-            raise ArgumentError(f"exclude takes path patterns and module classes, not {item!r}.")
+            found = [path or "*" for path, module in modules.items() if isinstance(module, item)]
         if not found:
             raise PolicyError(_no_match(item, modules))
         rules.update(dict.fromkeys(found, "float32"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import operator
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -34,6 +35,16 @@ ELIGIBLE = (torch.float32, *LOW_DTYPES)
 META = "amp"  # node.meta key of the Decision
 PARAMETER = "amp_parameter"  # node.meta key, True on an input that is a leaf and needs a gradient
 REGION = "amp_region"  # node.meta key of the precision region a node stands in (see passes/normalize.py)
+
+
+#: composite ops that give back their input itself when there is nothing to do, without saying so in their schema
+MAY_RETURN_INPUT = frozenset({
+    "reshape", "contiguous", "flatten", "to", "type_as", "dropout", "feature_dropout", "alpha_dropout", "reshape_as",
+    "unflatten", "ravel", "resolve_conj", "resolve_neg", "atleast_1d", "atleast_2d", "atleast_3d", "expand_as",
+    "view_as", "narrow", "swapaxes", "swapdims", "moveaxis", "movedim", "broadcast_to", "pad",
+})  # fmt: skip
+#: schema names of arguments whose values an op computes with (as opposed to indices, weights of a norm …)
+OPERANDS = frozenset({"self", "other", "input", "tensors", "min", "max", "src", "source", "value", "values"})
 
 
 class Mode(enum.Enum):
@@ -246,6 +257,16 @@ def schema_args(node: fx.Node) -> Iterator[tuple[str, Any]]:
     yield from node.kwargs.items()
 
 
+def all_args(node: fx.Node) -> dict[str, Any]:
+    """Every argument of a node by its schema name, those left at their default included."""
+    named = dict(schema_args(node))
+    if isinstance(node.target, torch._ops.OpOverload):
+        for argument in node.target._schema.arguments:
+            if argument.has_default_value():
+                named.setdefault(argument.name, argument.default_value)
+    return named
+
+
 def tensor_args(node: fx.Node) -> Iterator[tuple[str, fx.Node]]:
     """(argument name, node) for each argument that is a tensor, lists included, in order."""
     for name, value in schema_args(node):
@@ -265,6 +286,61 @@ def mutated_args(node: fx.Node) -> frozenset[str]:
     return frozenset(
         a.name for a in node.target._schema.arguments if a.alias_info is not None and a.alias_info.is_write
     )
+
+
+def alias_classes(graph: fx.Graph) -> dict[fx.Node, int]:
+    """A number for each tensor node, equal for nodes that may share memory: views, in-place results, selections."""
+    parent: dict[fx.Node, fx.Node] = {}
+
+    def find(node: fx.Node) -> fx.Node:
+        while (up := parent.setdefault(node, node)) is not node:
+            parent[node] = parent.setdefault(up, up)
+            node = up
+        return node
+
+    for node in graph.nodes:
+        find(node)
+        if is_getitem(node) and isinstance(node.args[0], fx.Node):
+            parent[find(node)] = find(node.args[0])
+        elif node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            named = dict(schema_args(node))
+            may_return_input = op_name(node) in MAY_RETURN_INPUT
+            for argument in node.target._schema.arguments:
+                value = named.get(argument.name)
+                shares = argument.alias_info is not None or (may_return_input and argument.name in ("self", "input"))
+                if shares and isinstance(value, fx.Node):
+                    parent[find(node)] = find(value)
+    numbers: dict[fx.Node, int] = {}
+    return {node: numbers.setdefault(find(node), len(numbers)) for node in graph.nodes}
+
+
+def written_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """Every node whose memory some node of the graph writes to, views of it included."""
+    written = {a for n in graph.nodes for name, a in tensor_args(n) if name in mutated_args(n)}
+    if not written:
+        return set()
+    classes = alias_classes(graph)
+    touched = {classes[n] for n in written}
+    return {n for n, number in classes.items() if number in touched}
+
+
+def output_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """Every node that shares memory with an output of the graph."""
+    last = next(iter(reversed(graph.nodes)))
+    results = {n for n in pytree.tree_leaves(last.args) if isinstance(n, fx.Node)}
+    classes = alias_classes(graph)
+    numbers = {classes[n] for n in results}
+    return {n for n, number in classes.items() if number in numbers}
+
+
+def has_integer_operand(node: fx.Node) -> bool:
+    """True for arithmetic with an integer tensor, whose values a low dtype may not hold."""
+    for name, arg in tensor_args(node):
+        value = tensor_of(arg)
+        counts = value is not None and value.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+        if name in OPERANDS and counts:
+            return True
+    return False
 
 
 def map_tensor_args(node: fx.Node, change: Callable[[str, fx.Node], fx.Node]) -> None:
@@ -319,6 +395,7 @@ def module_path(node: fx.Node) -> str:
     return stack[-1][0] if stack else ""
 
 
+_TORCH = os.path.dirname(torch.__file__)
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<where>\S+)\n\s*(?P<code>[^\n]*)')
 
 
@@ -328,7 +405,8 @@ def source_line(node: fx.Node) -> str:
     frames = _FRAME.findall(trace)
     if not frames:
         return ""
-    file, line, where, code = frames[-1]
+    own = [frame for frame in frames if not frame[0].startswith(_TORCH)]
+    file, line, where, code = (own or frames)[-1]
     return f"{file}:{line} in {where}: {code.strip()}"
 
 

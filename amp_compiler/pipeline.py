@@ -103,8 +103,8 @@ def build(disable: Iterable[str] = (), backend: str = "eager") -> tuple[Pipeline
 
 def check_names(names: Iterable[str]) -> list[str]:
     """The names as a list; one that names no pass is an error that suggests the nearest."""
-    if isinstance(names, str):
-        raise ArgumentError(f"disable_passes must be a list of names, not a text: write [{names!r}].")
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise ArgumentError(f"disable_passes must be a list of names: write [{names!r}].")
     given = list(names)
     for name in given:
         if name not in ALL:

@@ -15,10 +15,12 @@ Precedence, the first that applies wins:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import fnmatch
 import functools
+import json
 import os
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -30,7 +32,7 @@ import torch
 
 from .errors import ArgumentError, PolicyError
 from .ops import torch_lists
-from .ops.names import OpLike, canonical, find_row
+from .ops.names import EQUIVALENT, OpLike, canonical, find_row
 from .ops.row import OpClass, Row
 
 LEVELS = ("O0", "O1", "auto", "O2", "O3")
@@ -80,19 +82,9 @@ class Policy:
         check_level(self.level)
         if self.dtype is not None:
             object.__setattr__(self, "dtype", check_low_dtype(self.dtype))
-        ops: dict[str, OpClass] = {}
-        for name, cls in self.ops:
-            known = canonical(name)
-            if ops.get(known, cls) is not cls:
-                raise PolicyError(
-                    f"'{known}' stands on two lists ({ops[known].value} and {cls.value}): take it off one of them."
-                )
-            ops[known] = cls
-        object.__setattr__(self, "ops", tuple(sorted(ops.items())))
-        for pattern, precision in self.modules:
-            if not isinstance(pattern, str) or not pattern:
-                raise PolicyError(f"A module rule needs a path pattern such as 'encoder.*', not {pattern!r}.")
-            precision_dtype(precision)
+        object.__setattr__(self, "ops", tuple(sorted(_classes(self.ops).items())))
+        object.__setattr__(self, "modules", tuple(_module_rule(rule) for rule in self.modules))
+        object.__setattr__(self, "conditional", tuple(_conditional(rule) for rule in self.conditional))
         if self.autocast_device is not None and self.autocast_device not in torch_lists.LISTS:
             raise PolicyError(
                 f"torch.autocast's lists are known for {', '.join(torch_lists.LISTS)}, not {self.autocast_device!r}."
@@ -116,42 +108,19 @@ class Policy:
         self, low: Iterable[OpLike] = (), fp32: Iterable[OpLike] = (), follow: Iterable[OpLike] = ()
     ) -> Policy:
         """A new policy in which these ops have another class; the newest word on an op counts."""
-        new: dict[str, OpClass] = {}
-        for what, cls, given in (
-            ("low", OpClass.LOW, low), ("fp32", OpClass.FP32, fp32), ("follow", OpClass.FOLLOW, follow)
-        ):  # fmt: skip
-            for op in _as_list(given, what):
-                name = canonical(op)
-                if new.get(name, cls) is not cls:
-                    raise PolicyError(
-                        f"'{name}' stands on two lists ({new[name].value} and {cls.value}): take it off one."
-                    )
-                row = find_row(name)
-                if row is not None and row.cls is OpClass.KEEP:
-                    raise PolicyError(f"'{name}' cannot be given a precision: {row.reason}")
-                new[name] = cls
+        lists = (("low", OpClass.LOW, low), ("fp32", OpClass.FP32, fp32), ("follow", OpClass.FOLLOW, follow))
+        new = _classes([(op, cls) for what, cls, given in lists for op in _as_list(given, what)])
         return dataclasses.replace(self, ops=tuple({**dict(self.ops), **new}.items()))
 
     def with_modules(self, rules: Mapping[str, str]) -> Policy:
         """A new policy with precision rules for modules by path pattern: ``{"encoder.*": "float32"}``."""
-        added = tuple((pattern, dtype_name(precision_dtype(p))) for pattern, p in rules.items())
-        return dataclasses.replace(self, modules=self.modules + added)
+        if not isinstance(rules, Mapping):
+            raise PolicyError(f"Module rules are a mapping such as {{'encoder.*': 'float32'}}, not {rules!r}.")
+        return dataclasses.replace(self, modules=self.modules + tuple(rules.items()))
 
     def with_conditional(self, rules: Iterable[tuple[OpLike, str, Iterable[Any]]]) -> Policy:
         """A new policy that runs an op in fp32 when an argument has one of the given values."""
-        added = []
-        for rule in rules:
-            try:
-                op, argument, values = rule
-                frozen = tuple(values)
-            except (TypeError, ValueError):
-                raise PolicyError(
-                    f"A conditional rule is (op, argument, values), such as ('softplus', 'beta', [1]); got {rule!r}."
-                ) from None
-            name = canonical(op)
-            _check_argument(name, argument)
-            added.append(Conditional(name, argument, frozen))
-        return dataclasses.replace(self, conditional=self.conditional + tuple(added))
+        return dataclasses.replace(self, conditional=self.conditional + tuple(_conditional(rule) for rule in rules))
 
     # ----------------------------------------------------------------------------------- reading
 
@@ -168,7 +137,7 @@ class Policy:
         """The class of an op (by its ATen name, without overload) and the reason for it."""
         row = find_row(name)
         plain = row.name if row is not None else name
-        chosen = self._overrides.get(name) or self._overrides.get(plain)
+        chosen = self._overrides.get(EQUIVALENT.get(plain, plain)) or self._overrides.get(name)
         if chosen is not None:
             listed = {OpClass.LOW: "white list", OpClass.FP32: "black list"}.get(
                 chosen, f"{chosen.value} list"
@@ -180,9 +149,12 @@ class Policy:
 
     def condition_for(self, name: str, arguments: Mapping[str, Any]) -> Conditional | None:
         """The conditional rule that applies to a call with these arguments, if one does."""
+        plain = EQUIVALENT.get(name, name)
         for rule in self.conditional:
-            if rule.op == name and rule.argument in arguments and arguments[rule.argument] in rule.values:
-                return rule
+            if rule.op in (name, plain) and rule.argument in arguments:
+                value = _frozen(arguments[rule.argument])
+                if any((type(value) is not bool and value == v) or value is v for v in rule.values):
+                    return rule
         return None
 
     def module_rule(self, path: str) -> tuple[str, DType] | None:
@@ -198,12 +170,15 @@ class Policy:
         """Write the policy as TOML; the file is replaced whole or not at all."""
         target = Path(path)
         text = self.to_toml()
-        scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        if not target.name:
+            raise PolicyError(f"The policy could not be written to {str(path)!r}: give the path of a file.")
+        scratch = target.with_name(f".{os.getpid()}.amp-policy.tmp")
         try:
             scratch.write_text(text, encoding="utf-8")
             os.replace(scratch, target)
         except OSError as error:
-            scratch.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                scratch.unlink(missing_ok=True)
             raise PolicyError(
                 f"The policy could not be written to {target}: {error.strerror or error}."
             ) from error
@@ -267,8 +242,8 @@ class Policy:
             raise PolicyError("ops must be a table: write [ops] and below it low, fp32 and follow lists.")
         _check_keys("[ops]", ops, ("low", "fp32", "follow"))
         policy = policy.with_ops(**{key: _as_list(value, key) for key, value in ops.items()})
-        for rule in _tables(data, "module", ("pattern", "precision")):
-            policy = policy.with_modules({rule["pattern"]: rule["precision"]})
+        tables = _tables(data, "module", ("pattern", "precision"))
+        policy = dataclasses.replace(policy, modules=tuple((t["pattern"], t["precision"]) for t in tables))
         rules = _tables(data, "conditional", ("op", "argument", "values"))
         return policy.with_conditional(
             (r["op"], r["argument"], _as_list(r["values"], "values")) for r in rules
@@ -356,6 +331,55 @@ def _tables(data: Mapping[str, Any], key: str, fields: tuple[str, ...]) -> list[
     return tables
 
 
+def _classes(given: Iterable[tuple[OpLike, OpClass]]) -> dict[str, OpClass]:
+    """Canonical name -> class; an op with two classes, or one that cannot have any, is an error."""
+    classes: dict[str, OpClass] = {}
+    for op, cls in given:
+        if cls not in (OpClass.LOW, OpClass.FP32, OpClass.FOLLOW):
+            raise PolicyError(f"{op!r} cannot be listed as {cls!r}: choose the class low, fp32 or follow.")
+        name = canonical(op)
+        if classes.get(name, cls) is not cls:
+            raise PolicyError(
+                f"'{name}' stands on two lists ({classes[name].value} and {cls.value}): take it off one of them."
+            )
+        row = find_row(name)
+        if row is not None and row.cls is OpClass.KEEP:
+            raise PolicyError(f"'{name}' cannot be given a precision: {row.reason}")
+        classes[name] = cls
+    return classes
+
+
+def _module_rule(rule: Any) -> tuple[str, str]:
+    try:
+        pattern, precision = rule
+    except (TypeError, ValueError):
+        raise PolicyError(f"A module rule is (pattern, precision), not {rule!r}.") from None
+    if not isinstance(pattern, str) or not pattern:
+        raise PolicyError(f"A module rule needs a path pattern such as 'encoder.*', not {pattern!r}.")
+    return pattern, dtype_name(precision_dtype(precision))
+
+
+def _conditional(rule: Any) -> Conditional:
+    if isinstance(rule, Conditional):
+        rule = (rule.op, rule.argument, rule.values)
+    try:
+        op, argument, values = rule
+        if isinstance(values, str):
+            raise TypeError
+        frozen = tuple(_frozen(v) for v in values)
+    except (TypeError, ValueError):
+        raise PolicyError(
+            f"A conditional rule is (op, argument, values), such as ('softplus', 'beta', [1]); got {rule!r}."
+        ) from None
+    name = canonical(op)
+    _check_argument(name, argument)
+    return Conditional(name, argument, frozen)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(v) for v in value) if isinstance(value, (list, tuple)) else value
+
+
 def _check_argument(name: str, argument: str) -> None:
     namespace, _, short = name.rpartition("::")
     schemas = torch._C._jit_get_schemas_for_operator(f"{namespace or 'aten'}::{short}")
@@ -372,8 +396,7 @@ def _toml(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_toml(v) for v in value) + "]"
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
-        return f'"{escaped}"'
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     raise PolicyError(
         f"{value!r} cannot be written to a policy file: use texts, numbers, booleans or lists of them."
     )

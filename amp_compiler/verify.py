@@ -68,7 +68,7 @@ def _normalized(gm: fx.GraphModule, ctx: Any, where: str) -> None:
     for node in gm.graph.nodes:
         if getattr(node.target, "__name__", "") in ("_enter_autocast", "_exit_autocast"):
             _fail(where, node, "is an autocast region that is still a node.")
-        if g.is_cast(node) and node.target is not torch.ops.aten.to.dtype:
+        if g.is_float_cast(node) and node.target is not torch.ops.aten.to.dtype:
             _fail(where, node, "is a cast in another spelling than aten.to.dtype.")
 
 
@@ -82,13 +82,22 @@ def _assigned(gm: fx.GraphModule, ctx: Any, where: str) -> None:
             _fail(where, node, "has no precision or no reason.")
             continue
         if known.rule == "table" and known.mode is Mode.CAST and ctx.policy.autocast_device is None:
-            expected = _expected(known.cls, ctx.policy)
+            expected = _expected(known.cls, ctx.policy) if any(map(g.is_eligible, g.tensor_outputs(node))) else None
             if expected is not None and known.precision != expected:
                 _fail(where, node, f"is {known.precision}, but the level's table says {expected}.")
-        if known.mode is Mode.CAST and g.mutated_args(node) - set(known.keep_args):
+        if known.mode is not Mode.NATIVE and _written_and_cast(node, known):
             _fail(where, node, "would have an argument cast that it writes to: the write would be lost.")
         if known.precision in low_dtypes and known.cls is OpClass.FP32 and known.rule == "table":
             _fail(where, node, "is on the black list and low.")
+
+
+def _written_and_cast(node: fx.Node, known: g.Decision) -> bool:
+    for name, arg in g.tensor_args(node):
+        if name in g.mutated_args(node) and name not in known.keep_args and g.is_eligible(g.tensor_of(arg)):
+            value = g.tensor_of(arg)
+            if known.mode is Mode.CAST or (value is not None and value.dtype != g.dtype_of(arg)):
+                return True
+    return False
 
 
 def _expected(cls: OpClass | None, policy: Any) -> torch.dtype | None:
@@ -126,19 +135,21 @@ def _functional(gm: fx.GraphModule, ctx: Any, where: str) -> None:
 
 def _folded(gm: fx.GraphModule, ctx: Any, where: str) -> None:
     seen: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
-    frozen = {a for n in gm.graph.nodes for name, a in g.tensor_args(n) if name in g.mutated_args(n)}
+    frozen = g.written_nodes(gm.graph)
+    pinned = g.output_nodes(gm.graph)
     for node in gm.graph.nodes:
         if not g.is_cast(node):
             continue
         source = g.cast_source(node)
-        if source in frozen or node in frozen:
+        if source in frozen or node in frozen or node in pinned:
             continue
         twin = seen.setdefault((source, g.cast_dtype(node)), node)
         if twin is not node:
             _fail(where, node, f"repeats the cast '{twin.name}'.")
         if g.is_cast(source) and source not in frozen:
             origin = g.tensor_of(g.cast_source(source))
-            if origin is not None and g.lossless(origin.dtype, g.cast_dtype(source)):
+            movable = g.cast_source(source) not in frozen
+            if movable and origin is not None and g.lossless(origin.dtype, g.cast_dtype(source)):
                 _fail(where, node, f"casts '{source.name}', which is itself a lossless cast.")
 
 

@@ -37,6 +37,10 @@ from amp_compiler.policy import Choice, dtype_name
 from .base import Context, Dialect, Pass
 from .normalize import Region
 
+#: KEEP ops that hand on the values they get
+MOVES = ("lift_fresh_copy", "lift_fresh", "detach_", "to", "_to_copy", "type_as")
+#: names of float arguments that are values of the result, not settings of the computation (an eps, a momentum)
+VALUE_ARGUMENTS = ("value", "fill_value", "posinf", "neginf", "nan", "threshold", "min_val", "max_val")
 CASTS = ("to", "_to_copy", "type_as", "prims::convert_element_type")
 #: in-place arithmetic that computes in the promoted dtype and rounds once into self
 NATIVE_INPLACE = ("add_", "sub_", "mul_", "div_", "copy_")
@@ -53,6 +57,8 @@ class _Assign:
     def __init__(self, gm: fx.GraphModule, ctx: Context, *, native: bool = False) -> None:
         self.gm, self.ctx, self.policy = gm, ctx, ctx.policy
         self.native = native  # a body that no policy governs (the backward of a custom function)
+        self.carried: dict[fx.Node, float] = {}  # values that hold a constant which the low dtype cannot
+        self.needs_fp32 = self.written_constants()
 
     def run(self, inputs: Sequence[torch.dtype | None] | None = None) -> bool:
         modified = False
@@ -72,6 +78,7 @@ class _Assign:
                 new = self.decide(node)
             else:
                 continue
+            self.carry(node, new)
             if old != new:
                 g.decide(node, new)
                 modified = True
@@ -107,6 +114,10 @@ class _Assign:
         return self.by_level(node, name, floats)
 
     def by_level(self, node: fx.Node, name: str, floats: list[tuple[str, fx.Node]]) -> Decision:
+        choice = self.policy.classify(name)
+        written = g.mutated_args(node)
+        if written:
+            return self.in_place(node, name, floats, written, choice)
         for _, arg in g.tensor_args(node):
             value = g.tensor_of(arg)
             if value is not None and (
@@ -115,16 +126,14 @@ class _Assign:
             ):
                 what = "sparse" if value.layout is not torch.strided else dtype_name(value.dtype)
                 return self.as_traced(node, f"has a {what} input, which is never touched", "untouched")
-        choice = self.policy.classify(name)
-        written = g.mutated_args(node)
-        if written:
-            return self.in_place(node, name, floats, written, choice)
         if choice.cls is OpClass.KEEP:
             return self.as_traced(node, choice.reason, choice.rule, choice)
         if dict(g.schema_args(node)).get("dtype") is not None:
             return self.as_it_comes(
                 node, "an explicit dtype= argument wins", "explicit_dtype", choice, traced_out=True
             )
+        if choice.row is not None and choice.row.keep_args:
+            floats = [(n, a) for n, a in floats if n not in choice.row.keep_args] or floats
         forced = self.forced_dtype(node)
         low = self.policy.low
         if forced is not None:
@@ -136,9 +145,12 @@ class _Assign:
             low = dtype
         if all(a_val.dtype in g.LOW_DTYPES for _, a in floats if (a_val := g.tensor_of(a)) is not None):
             return self.as_traced(node, "low precision in the model as it was written", "already_low", choice)
+        if node in self.needs_fp32:
+            reason = f"the constant {self.needs_fp32[node]:g}, written into its result, does not fit {dtype_name(low)}"
+            return self.cast(node, torch.float32, reason, "constant", choice)
         if choice.cls is OpClass.EXACT:
             return self.exact(node, floats, choice, low)
-        named = dict(g.schema_args(node))
+        named = g.all_args(node)
         condition = self.policy.condition_for(name, named)
         if condition is not None:
             reason = (
@@ -155,7 +167,7 @@ class _Assign:
         answers = not any(g.is_eligible(v) for v in g.tensor_outputs(node))
         if cls is OpClass.LOW or (cls is OpClass.FOLLOW and level in ("O2", "O3") and not answers):
             return self.checked(node, name, low, choice.reason, choice.rule, choice, floats)
-        if cls is OpClass.FP32 and level == "O3":
+        if cls is OpClass.FP32 and level == "O3" and choice.rule == "table":
             return self.checked(
                 node, name, low, f"level O3: everything low ({choice.reason})", "level", choice, floats
             )
@@ -207,8 +219,14 @@ class _Assign:
     ) -> Decision:  # fmt: skip
         """A low precision, unless a constant among the arguments does not survive it."""
         if dtype in g.LOW_DTYPES:
+            if choice.row is not None and choice.row.fp32_only:
+                reason = "torch has no low-precision kernel for it: kept in fp32"
+                return self.cast(node, torch.float32, reason, "fp32_only", choice)
             if choice.row is not None and choice.row.banned and dtype is torch.float16:
                 raise BannedOpError(f"{name}: {choice.row.banned} At {g.source_line(node) or node.name}.")
+            if g.has_integer_operand(node) and any(map(g.is_eligible, g.tensor_outputs(node))):
+                reason = "computes with integers, which the low dtype may not hold: kept in fp32"
+                return self.cast(node, torch.float32, reason, "constant", choice)
             misfit = self.misfit(node, dtype, floats)
             if misfit is not None:
                 reason = f"the constant {misfit:g} is not representable in {dtype_name(dtype)}: kept in fp32"
@@ -216,42 +234,56 @@ class _Assign:
         return self.cast(node, dtype, reason, rule, choice)
 
     def misfit(self, node: fx.Node, dtype: torch.dtype, floats: list[tuple[str, fx.Node]]) -> float | None:
-        if isinstance(node.target, torch._ops.OpOverload):
-            kinds = {a.name: str(a.type) for a in node.target._schema.arguments}
-            for name, value in g.schema_args(node):
-                is_scalar = isinstance(value, (int, float)) and not isinstance(value, bool)
-                computes = kinds.get(name, "") in ("Tensor", "number", "Optional[number]")
-                if is_scalar and computes and not _fits(float(value), dtype):
-                    return float(value)
+        """A constant among the arguments, or carried by one of them, that ``dtype`` cannot hold."""
+        for value in _scalars(node):
+            if not _fits(value, dtype):
+                return value
         for _, arg in floats:
-            for value in self.constants(arg):
-                if not _fits(value, dtype):
-                    return value
+            value = self.carried.get(arg, 0.0)
+            if not _fits(value, dtype):
+                return value
         return None
 
-    def constants(self, node: fx.Node) -> list[float]:
-        """The extreme values of a node that is a constant of the graph; nothing for any other."""
-        while node.op == "call_function" and g.op_name(node) in (
-            "lift_fresh_copy",
-            "lift_fresh",
-            "expand",
-            "view",
-        ):
-            node = node.args[0]  # type: ignore[assignment]
+    def carry(self, node: fx.Node, known: Decision) -> None:
+        """Note which values hold a constant that does not fit, so that no later op rounds it to inf or 0.
+
+        Such constants start in constant tensors, creation ops and ops kept in fp32 for a scalar. They go through
+        ops that move or select values; one that is too large also goes through arithmetic (a mask added to
+        scores), one that is too small does not (the sum of an eps and something else is no eps).
+        """
+        low = self.policy.low
+        if self.policy.autocast_device is not None or known.precision in g.LOW_DTYPES:
+            return
         if node.op == "get_attr":
-            value = getattr(self.gm, str(node.target), None)
-            if isinstance(value, torch.Tensor) and 0 < value.numel() <= 4096 and type(value) is torch.Tensor:
-                nonzero = value[value != 0].abs().float()
-                return [float(nonzero.max()), float(nonzero.min())] if nonzero.numel() else []
-        if node.op == "call_function" and g.op_name(node) in (
-            "full",
-            "full_like",
-            "scalar_tensor",
-            "new_full",
-        ):
-            fill = dict(g.schema_args(node)).get("fill_value", node.args[0])
-            return [float(fill)] if isinstance(fill, (int, float)) else []
-        return []
+            held = _extremes(getattr(self.gm, str(node.target), None))
+        elif node.op != "call_function":
+            return
+        elif known.rule in ("creation", "constant"):
+            held = _scalars(node, creation=known.rule == "creation")
+        else:
+            held = []
+        moves = known.cls is OpClass.EXACT or g.op_name(node) in MOVES
+        arithmetic = known.cls is OpClass.FOLLOW
+        for _, arg in g.tensor_args(node) if moves or arithmetic or known.rule == "constant" else ():
+            value = self.carried.get(arg)
+            if value is not None and (moves or abs(value) > 1):
+                held.append(value)
+        misfits = [v for v in held if not _fits(v, low)]
+        if misfits:
+            self.carried[node] = max(misfits, key=abs)
+
+    def written_constants(self) -> dict[fx.Node, float]:
+        """Nodes whose result is later written to, in place, with a constant that the low dtype cannot hold."""
+        low, found = self.policy.low, {}
+        writes = [n for n in self.gm.graph.nodes if n.op == "call_function" and g.mutated_args(n)]
+        misfits = [(n, value) for n in writes if (value := self.misfit(n, low, [])) is not None]
+        if misfits:
+            classes = g.alias_classes(self.gm.graph)
+            makers: dict[int, fx.Node] = {}
+            for node in self.gm.graph.nodes:
+                makers.setdefault(classes[node], node)
+            found = {makers[classes[node]]: value for node, value in misfits}
+        return found
 
     def in_place(
         self,
@@ -283,7 +315,10 @@ class _Assign:
                 low = region.dtype if region.dtype in g.LOW_DTYPES else torch.float32
                 return low, str(region), "region", low is torch.float32
             return region.dtype or torch.float32, str(region), "region", True
-        for path, _ in reversed(g.module_stack(node)):
+        paths = [path for path, _ in reversed(g.module_stack(node))]
+        if "" not in paths:
+            paths.append("")  # the model itself
+        for path in paths:
             if path in self.ctx.module_precision:
                 dtype = self.ctx.module_precision[path]
                 return (
@@ -293,7 +328,7 @@ class _Assign:
                     True,
                 )
         if self.policy.modules:
-            for path, _ in reversed(g.module_stack(node)):
+            for path in paths:
                 rule = self.policy.module_rule(path)
                 if rule is not None:
                     return rule[1], f"module rule '{rule[0]}': {dtype_name(rule[1])}", "module_rule", True
@@ -456,6 +491,30 @@ def _promoted(node: fx.Node) -> tuple[torch.dtype | None, ...]:
 def _widest(dtypes: Sequence[torch.dtype | None]) -> torch.dtype:
     known = {d for d in dtypes if d is not None}
     return known.pop() if len(known) == 1 else torch.float32
+
+
+def _scalars(node: fx.Node, creation: bool = False) -> list[float]:
+    """The Python numbers that take part in an op's arithmetic or end up in its result."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    kinds = {a.name: str(a.type) for a in node.target._schema.arguments}
+    found = []
+    for name, value in g.schema_args(node):
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            continue
+        kind = kinds.get(name, "")
+        computes = kind in ("Tensor", "number", "Optional[number]") and not creation
+        if computes or name in VALUE_ARGUMENTS or (creation and name == "s"):
+            found.append(float(value))
+    return found
+
+
+def _extremes(value: Any) -> list[float]:
+    """The largest and the smallest magnitude of a constant tensor, zeros, infs and NaNs left out."""
+    if type(value) is not torch.Tensor or not value.dtype.is_floating_point or value.numel() == 0:
+        return []
+    finite = value.detach()[value.isfinite() & (value != 0)].abs()
+    return [float(finite.max()), float(finite.min())] if finite.numel() else []
 
 
 def _fits(value: float, dtype: torch.dtype) -> bool:

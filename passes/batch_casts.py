@@ -27,7 +27,7 @@ FEWEST = 3  # below that, cat and split cost more than they save
 
 def run(gm: fx.GraphModule, ctx: Context) -> bool:
     graph = gm.graph
-    frozen = {a for n in graph.nodes for name, a in g.tensor_args(n) if name in g.mutated_args(n)}
+    frozen = g.written_nodes(graph) | g.output_nodes(graph)
     groups: dict[tuple[torch.dtype, torch.dtype, torch.device], list[fx.Node]] = {}
     for node in graph.nodes:
         if g.is_float_cast(node) and node not in frozen:

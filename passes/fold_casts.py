@@ -10,8 +10,9 @@
 
 Every rule leaves the bits of every output and every gradient as they were. It runs after autodiff: before it,
 sharing one cast would make gradients add up in low precision, and a cast moved across ``relu`` could change one.
-Rules 3 and 4 are greedy: each step lowers the bytes that casts write, and at most ``SWEEPS`` sweeps are made,
-so the pass is linear in the number of nodes. They are left out where sizes are symbolic.
+Rules 3 and 4 are greedy: each step lowers the bytes that casts write, one sweep carries a cast through a whole
+chain, and sweeps are repeated until nothing changes. They are left out where sizes are symbolic.
+What the graph writes to keeps its copies, and what the caller gets stays a tensor of its own.
 
 Requires: functional (a graph from AOTAutograd). Ensures: folded. A second run changes nothing.
 """
@@ -19,6 +20,7 @@ Requires: functional (a graph from AOTAutograd). Ensures: folded. A second run c
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -30,7 +32,6 @@ from amp_compiler.ops.row import OpClass
 from .base import Context, Dialect, Pass
 
 aten = torch.ops.aten
-SWEEPS = 8
 
 
 def run(gm: fx.GraphModule, ctx: Context) -> bool:
@@ -44,29 +45,39 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
 
 def _fold(graph: fx.Graph) -> bool:
     modified = False
-    frozen = {a for n in graph.nodes for name, a in g.tensor_args(n) if name in g.mutated_args(n)}
-    for _ in range(SWEEPS):
-        changed = _chains_and_copies(graph, frozen)
-        changed |= _move(graph, frozen)
+    if not any(g.is_cast(n) for n in graph.nodes):
+        return False
+    keep = _Keep(g.written_nodes(graph), g.output_nodes(graph))
+    changed = True
+    while changed:  # rules 3 and 4 write fewer bytes each time, so this ends
+        changed = _chains_and_copies(graph, keep)
+        changed |= _move(graph, keep)
         modified |= changed
-        if not changed:
-            break
     return modified
+
+
+@dataclass(frozen=True)
+class _Keep:
+    """``written``: memory that the graph writes to, so a copy of it must stay a copy. ``outputs``: tensors that the
+    caller gets and may write to, so two of them must not become one, nor one of them an input."""
+
+    written: set[fx.Node]
+    outputs: set[fx.Node]
 
 
 # ----------------------------------------------------------------------------------------- rules 1 and 2
 
 
-def _chains_and_copies(graph: fx.Graph, frozen: set[fx.Node]) -> bool:
+def _chains_and_copies(graph: fx.Graph, keep: _Keep) -> bool:
     modified = False
     seen: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
     for node in list(graph.nodes):
-        if not g.is_cast(node) or node in frozen:
+        if not g.is_cast(node) or node in keep.written:
             continue
         source = g.cast_source(node)
-        while g.is_cast(source) and source not in frozen and _skippable(source):
+        while g.is_cast(source) and _skippable(source, keep):
             source = g.cast_source(source)
-        if source in frozen or g.tensor_of(source) is None:
+        if source in keep.written or g.tensor_of(source) is None:
             continue
         if source is not g.cast_source(node):
             node.replace_input_with(g.cast_source(node), source)
@@ -74,6 +85,8 @@ def _chains_and_copies(graph: fx.Graph, frozen: set[fx.Node]) -> bool:
         dtype = g.cast_dtype(node)
         value, result = g.tensor_of(source), g.tensor_of(node)
         assert value is not None
+        if node in keep.outputs:
+            continue
         if result is not None and value.dtype == dtype and _same_strides(value, result):
             node.replace_all_uses_with(source)
             graph.erase_node(node)
@@ -87,9 +100,11 @@ def _chains_and_copies(graph: fx.Graph, frozen: set[fx.Node]) -> bool:
     return _drop_unused(graph) or modified
 
 
-def _skippable(node: fx.Node) -> bool:
+def _skippable(node: fx.Node, keep: _Keep) -> bool:
+    """A lossless cast of memory that nobody writes to: its readers may read what it reads."""
     value = g.tensor_of(g.cast_source(node))
-    return value is not None and g.lossless(value.dtype, g.cast_dtype(node))
+    untouched = node not in keep.written and g.cast_source(node) not in keep.written
+    return untouched and value is not None and g.lossless(value.dtype, g.cast_dtype(node))
 
 
 def _drop_unused(graph: fx.Graph) -> bool:
@@ -104,12 +119,13 @@ def _drop_unused(graph: fx.Graph) -> bool:
 # ----------------------------------------------------------------------------------------- rules 3 and 4
 
 
-def _move(graph: fx.Graph, frozen: set[fx.Node]) -> bool:
+def _move(graph: fx.Graph, keep: _Keep) -> bool:
     modified = False
-    for node in list(graph.nodes):
-        if node.op != "call_function" or node in frozen or not node.users or not _is_exact(node):
-            continue
-        modified |= _sink(graph, node, frozen) or _rise(graph, node, frozen)
+    movable = [n for n in graph.nodes if n not in keep.written and _is_exact(n) and not g.has_integer_operand(n)]
+    for node in movable:
+        modified |= bool(node.users) and _sink(graph, node, keep)
+    for node in reversed(movable):
+        modified |= bool(node.users) and _rise(graph, node, keep)
     return modified
 
 
@@ -134,7 +150,7 @@ def _float_args(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _sink(graph: fx.Graph, node: fx.Node, frozen: set[fx.Node]) -> bool:
+def _sink(graph: fx.Graph, node: fx.Node, keep: _Keep) -> bool:
     """Rule 3. ``node`` reads only lossless casts of low values: let it read the low values themselves."""
     args, result = _float_args(node), g.tensor_of(node)
     assert result is not None
@@ -142,7 +158,7 @@ def _sink(graph: fx.Graph, node: fx.Node, frozen: set[fx.Node]) -> bool:
         return False
     low: torch.dtype | None = None
     for arg in args:
-        if not g.is_float_cast(arg) or not _skippable(arg) or g.cast_source(arg) in frozen:
+        if not g.is_float_cast(arg) or not _skippable(arg, keep):
             return False
         before, after = g.tensor_of(g.cast_source(arg)), g.tensor_of(arg)
         assert before is not None
@@ -153,7 +169,7 @@ def _sink(graph: fx.Graph, node: fx.Node, frozen: set[fx.Node]) -> bool:
     assert low is not None
     if low not in g.LOW_DTYPES or not _scalars_fit(node, low):
         return False
-    narrow = [u for u in node.users if g.is_cast(u) and g.cast_dtype(u) == low]
+    narrow = [u for u in node.users if g.is_cast(u) and g.cast_dtype(u) == low and _replaceable(u, result, keep)]
     others = [u for u in node.users if u not in narrow]
     saved = sum(g.nbytes(result, low) for _ in narrow)
     for arg in args:
@@ -176,14 +192,14 @@ def _sink(graph: fx.Graph, node: fx.Node, frozen: set[fx.Node]) -> bool:
     return True
 
 
-def _rise(graph: fx.Graph, node: fx.Node, frozen: set[fx.Node]) -> bool:
+def _rise(graph: fx.Graph, node: fx.Node, keep: _Keep) -> bool:
     """Rule 4. Only roundings to one dtype read ``node``: round what goes in instead of what comes out."""
     args, result = _float_args(node), g.tensor_of(node)
     assert result is not None
-    if not args or result.dtype is not torch.float32 or not _static(result) or any(a in frozen for a in args):
+    if not args or result.dtype is not torch.float32 or not _static(result) or any(a in keep.written for a in args):
         return False
     users = list(node.users)
-    if not all(g.is_float_cast(u) for u in users):
+    if not all(g.is_float_cast(u) and _replaceable(u, result, keep) for u in users):
         return False
     dtypes = {g.cast_dtype(u) for u in users}
     if len(dtypes) != 1:
@@ -222,6 +238,12 @@ def _rise(graph: fx.Graph, node: fx.Node, frozen: set[fx.Node]) -> bool:
         user.replace_all_uses_with(node)
         graph.erase_node(user)
     return True
+
+
+def _replaceable(cast: fx.Node, moved: torch.Tensor, keep: _Keep) -> bool:
+    """A cast whose readers may read a value with the strides of ``moved`` instead, nobody else's tensor."""
+    value = g.tensor_of(cast)
+    return cast not in keep.outputs and cast not in keep.written and value is not None and _same_strides(value, moved)
 
 
 def _new_cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:

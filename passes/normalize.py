@@ -42,32 +42,33 @@ class Region:
 
 
 def run(gm: fx.GraphModule, ctx: Context) -> bool:
-    modified = False
+    modified = _regions(gm, None)
     for _, inner in g.all_graphs(gm):
-        modified |= _regions(inner)
-        modified |= _casts(inner.graph)
-        if modified:
+        if _casts(inner.graph):
+            modified = True
+    if modified:
+        for _, inner in g.all_graphs(gm):
             inner.recompile()
     return modified
 
 
 def _casts(graph: fx.Graph) -> bool:
     modified = False
+    written = g.written_nodes(graph)
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
         if node.target is aten._assert_tensor_metadata.default:
             graph.erase_node(node)
             modified = True
-        elif (
-            (not g.is_cast(node)
-            and _is_plain_cast(node))
-            or (g.is_cast(node)
-            and node.target is not aten.to.dtype)
-        ):
+        elif _is_plain_cast(node) and not (g.is_cast(node) and node.target is aten.to.dtype):
             value = g.tensor_of(node)
             assert value is not None
             node.target, node.args, node.kwargs = aten.to.dtype, (node.args[0], value.dtype), {}
+            modified = True
+        if g.is_cast(node) and _converts(node) and written & {node, g.cast_source(node)}:
+            # it made a copy in fp32, and one side is written to: it must also where no conversion is left
+            node.args = (*node.args, False, True)
             modified = True
     return modified
 
@@ -79,6 +80,8 @@ def _is_plain_cast(node: fx.Node) -> bool:
     named = dict(g.schema_args(node))
     if named.get("copy") or named.get("memory_format") is not None or named.get("pin_memory"):
         return False
+    if g.op_name(node) == "_to_copy" and not _converts(node):
+        return False  # a plain copy
     source, value = named.get("self", named.get("a")), g.tensor_of(node)
     before = g.tensor_of(source) if isinstance(source, fx.Node) else None
     return (
@@ -87,9 +90,16 @@ def _is_plain_cast(node: fx.Node) -> bool:
     )  # fmt: skip
 
 
-def _regions(gm: fx.GraphModule) -> bool:
+def _converts(node: fx.Node) -> bool:
+    source, after = node.args[0], g.tensor_of(node)
+    before = g.tensor_of(source) if isinstance(source, fx.Node) else None
+    return before is not None and after is not None and before.dtype != after.dtype
+
+
+def _regions(gm: fx.GraphModule, around: Region | None) -> bool:
+    """Annotate the nodes of a graph, and of the graphs inside it, with the innermost region around them."""
     modified = False
-    stack: list[Region] = []
+    stack: list[Region] = [around] if around is not None else []
     dead: list[fx.Node] = []
     for node in gm.graph.nodes:
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
@@ -111,6 +121,9 @@ def _regions(gm: fx.GraphModule) -> bool:
             if region is not None and node.meta.get(g.REGION) != region:
                 node.meta[g.REGION] = region
                 modified = True
+            if g.is_higher_order(node):
+                for _, inner in g.subgraphs(gm, node):
+                    modified |= _regions(inner, region)
     for node in reversed(dead):
         gm.graph.erase_node(node)
     return modified or bool(dead)

@@ -21,9 +21,16 @@ BACKENDS = ("auto", "eager", "inductor")
 
 def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], backend: str, joint: JointPasses) -> Any:
     """Compile a forward graph; ``joint(graph, kind)`` is called with kind "joint" or "inference"."""
-    if backend == "inductor":
-        return _inductor(gm, example_inputs, joint)
-    return _eager(gm, example_inputs, joint)
+    compiler = _inductor if backend == "inductor" else _eager
+    return compiler(gm, example_inputs, joint)
+
+
+def _donate_nothing() -> None:
+    """Saved tensors given away to the backward would make ``backward(retain_graph=True)`` fail, which works
+    without us. torch 2.13 has no switch that survives until the backward runs, so clear the list it reads."""
+    context = torch._guards.TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
 
 
 def _eager(gm: fx.GraphModule, example_inputs: Sequence[Any], joint: JointPasses) -> Any:
@@ -38,8 +45,12 @@ def _eager(gm: fx.GraphModule, example_inputs: Sequence[Any], joint: JointPasses
         joint(graph, "inference")
         return _runner(graph)
 
+    def forward(graph: fx.GraphModule, inputs: Any) -> Any:
+        _donate_nothing()
+        return _runner(graph)
+
     compiler = aot_autograd(
-        fw_compiler=lambda graph, inputs: _runner(graph),
+        fw_compiler=forward,
         bw_compiler=lambda graph, inputs: _runner(graph),
         inference_compiler=inference,
         partition_fn=partition,
@@ -62,7 +73,7 @@ def _runner(graph: fx.GraphModule) -> Any:
 
 
 def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], joint: JointPasses) -> Any:
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def before_joint_passes(graph: fx.Graph) -> None:
         owner = graph.owning_module
@@ -75,4 +86,9 @@ def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], joint: JointPas
         "emulate_precision_casts": True,
         "joint_custom_pre_pass": before_joint_passes,
     }
-    return compile_fx(gm, list(example_inputs), config_patches=patches)
+
+    def inner(graph: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        _donate_nothing()
+        return compile_fx_inner(graph, inputs, **kwargs)
+
+    return compile_fx(gm, list(example_inputs), inner_compile=inner, config_patches=patches)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 #: signatures that one compiled module may have before Dynamo gives up on it
 RECOMPILE_LIMIT = 64
@@ -38,8 +38,18 @@ def compile_frame(target: Any, backend: Backend, *, dynamic: bool | None, fullgr
     ``isolate_recompiles``: Dynamo counts re-compilations for each code object, so the same class compiled at a
     few levels, or modules of torch.nn, would use up the limit together and then run uncompiled, in fp32.
     """
+    function = _caller(target) if isinstance(target, nn.Module) else target
     settings: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}
-    return torch.compile(target, backend=backend, dynamic=dynamic, fullgraph=fullgraph, **settings)
+    return torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=fullgraph, **settings)
+
+
+def _caller(model: nn.Module) -> Callable[..., Any]:
+    """A function that calls the model: compiling the module itself would leave an attribute on the user's object."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    return call
 
 
 @contextlib.contextmanager
@@ -72,8 +82,32 @@ def break_reason(gm: fx.GraphModule) -> Uncaptured | None:
     return Uncaptured(f"graph break: {str(reason.reason).strip().splitlines()[0]}", where)
 
 
-def graph_break_counts() -> dict[str, int]:
-    """Dynamo's running count of graph breaks by reason (global to the process)."""
-    from torch._dynamo.utils import counters
+@dataclass(frozen=True)
+class Tally:
+    """Dynamo's running counts, which are global to the process: compare one taken before with one taken after."""
 
-    return {str(k): int(v) for k, v in counters["graph_break"].items()}
+    frames: int
+    captured: int
+    breaks: dict[str, int]
+
+    @staticmethod
+    def now() -> Tally:
+        from torch._dynamo.utils import counters
+
+        frames, breaks = counters["frames"], counters["graph_break"]
+        return Tally(int(frames["total"]), int(frames["ok"]), {str(k): int(v) for k, v in breaks.items()})
+
+    def skipped_since(self, failed_before: bool) -> str | None:
+        """Why a frame was left as plain Python since this tally was taken; None if none was.
+
+        ``failed_before``: an earlier call raised, after which Dynamo does not look at that code again.
+        """
+        after = Tally.now()
+        new = [reason for reason, count in after.breaks.items() if count > self.breaks.get(reason, 0)]
+        if new:
+            return new[-1].strip().splitlines()[0]
+        if after.frames - self.frames > after.captured - self.captured:
+            return "Dynamo left a frame as plain Python (an exception while tracing, or code that it does not trace)"
+        if after.frames == self.frames and failed_before:
+            return "an earlier call raised an exception, and Dynamo does not trace that code again"
+        return None

@@ -13,6 +13,7 @@ import torch
 import torch.fx.traceback
 from torch import fx, nn
 
+from .. import graph as g
 from ..errors import CaptureError
 from .dynamo import capture_settings
 from .lower import annotate_origin
@@ -37,6 +38,11 @@ def export_program(
             "Try amp_compile, which works around code that cannot be in a graph, or rewrite that line."
         ) from error
     annotate_origin(program.graph_module, {id(m): name for name, m in model.named_modules()})
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for node in program.graph_module.graph.nodes:
+        path = program.graph_signature.inputs_to_parameters.get(node.name) if node.op == "placeholder" else None
+        if path in parameters and parameters[path].requires_grad:
+            node.meta[g.PARAMETER] = True
     return program
 
 

@@ -18,17 +18,22 @@ OpLike = str | Callable[..., Any]
 #: torch functions whose name is not the ATen op that they run
 FUNCTION_NAMES = {
     "cross_entropy": "cross_entropy_loss",
-    "nll_loss": "nll_loss_nd",
     "multi_head_attention_forward": "scaled_dot_product_attention",
-    "bmm": "bmm",
-    "relu6": "hardtanh",
     "softmin": "softmax",
     "__matmul__": "matmul",
     "truediv": "div",
-    "divide": "div",
-    "multiply": "mul",
-    "subtract": "sub",
 }
+#: other names of one op: who lists one of them means all of them
+EQUIVALENT = {
+    "nll_loss": "nll_loss_nd", "nll_loss2d": "nll_loss_nd",
+    "divide": "div", "true_divide": "div", "multiply": "mul", "subtract": "sub",
+    "_softmax": "softmax", "special_softmax": "softmax", "_log_softmax": "log_softmax",
+    "special_log_softmax": "log_softmax", "clip": "clamp", "absolute": "abs", "negative": "neg",
+    "concat": "cat", "concatenate": "cat", "arccos": "acos", "arcsin": "asin", "arctan": "atan",
+    "native_layer_norm": "layer_norm", "native_group_norm": "group_norm", "native_batch_norm": "batch_norm",
+    "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne",
+    "native_dropout": "dropout", "special_expit": "sigmoid",
+}  # fmt: skip
 
 
 @functools.cache
@@ -86,11 +91,11 @@ def _exists(namespace: str, name: str) -> bool:
 
 
 def _known(name: str, given: OpLike) -> str:
-    if "::" in name or find_row(name) is not None or _exists("aten", name):
-        row = find_row(name)
-        return row.name if row is not None and row.name + "_" == name else name
-    if name in FUNCTION_NAMES:
-        return FUNCTION_NAMES[name]
+    name = FUNCTION_NAMES.get(name, name) if not _exists("aten", name) else name
+    row = find_row(name)
+    if "::" in name or row is not None or _exists("aten", name):
+        plain = row.name if row is not None and row.name + "_" == name else name
+        return EQUIVALENT.get(plain, plain)
     near = difflib.get_close_matches(name, list(rows_by_name()), n=3, cutoff=0.6)
     hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
     raise UnknownOpError(

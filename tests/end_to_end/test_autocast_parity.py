@@ -12,7 +12,9 @@ from amp_compiler import Policy, amp_compile
 DTYPES = [torch.bfloat16, torch.float16]
 
 
-def outputs_and_gradients(run, model: nn.Module, args: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor | None]]:
+def outputs_and_gradients(
+    run, model: nn.Module, args: tuple[Tensor, ...]
+) -> tuple[list[Tensor], list[Tensor | None]]:
     """Run once; the flat outputs and the gradient of every parameter and input."""
     args = tuple(a.detach().clone().requires_grad_(a.requires_grad) for a in args)
     out = run(*args)

@@ -1,0 +1,203 @@
+"""The export front end: the same graph dialect, the same precisions as the dynamo front end, clear errors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from amp_compiler import Policy, amp_compile, pipeline, precision
+from amp_compiler import graph as g
+from amp_compiler.capture.export import capture_export, export_program
+from amp_compiler.errors import CaptureError
+from amp_compiler.ops.names import find_row
+from amp_compiler.ops.row import OpClass
+from amp_compiler.passes.base import Context
+from amp_compiler.report import Row, graph_rows
+from amp_compiler.verify import verify
+from networks import NETWORKS
+
+BF16 = torch.bfloat16
+EXPORTABLE = [name for name in NETWORKS if name != "graph_break"]
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AMP_VERIFY", "deep")
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+def rewritten(gm: fx.GraphModule, policy: Policy) -> list[Row]:
+    """Run the forward passes on an exported graph and verify the result deeply."""
+    history: list[pipeline.Record] = []
+    ctx = Context(policy)
+    pipeline.build()[0].run(gm, ctx, history, graph="forward")
+    verify(gm, ("captured", "normalized", "assigned", "cast"), ctx, "insert_casts", deep=True)
+    return graph_rows(gm, 0)
+
+
+def counted(rows: list[Row] | tuple[Row, ...], skip: str) -> Counter[tuple[str, str, str]]:
+    """(module, op, precision) of each op that computes. The tracers spell views and copies differently
+    (``unbind`` or three ``select``); those follow their input anyway."""
+    found: Counter[tuple[str, str, str]] = Counter()
+    for row in rows:
+        known = find_row(row.op)
+        computes = known is not None and known.cls in (OpClass.LOW, OpClass.FP32, OpClass.FOLLOW)
+        if computes and row.precision != "other" and (not skip or row.module != skip):
+            found[row.module, row.op, row.precision] += 1
+    return found
+
+
+#: modules in which the two graphs differ by design: Dynamo's takes an RNN apart, because its fused op cannot be
+#: differentiated there, and keeps a custom autograd function closed; an exported graph has no gradient
+DIFFERENT = {"lstm": "rnn", "gru": "rnn"}
+
+
+@pytest.mark.parametrize("name", [n for n in EXPORTABLE if n != "custom_function"])
+def test_same_precision_for_each_op_as_through_dynamo(name: str) -> None:
+    policy = Policy.default("auto", BF16)
+    model, args = NETWORKS[name]()
+    exported = rewritten(capture_export(model, args), policy)
+    compiled = amp_compile(model, policy=policy, backend="eager")
+    compiled(*args)
+    skip = DIFFERENT.get(name, "")
+    ours, theirs = counted(exported, skip), counted(compiled.report().rows, skip)
+    assert ours
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru"])
+def test_recurrent_layer_is_one_low_op(name: str) -> None:
+    model, args = NETWORKS[name]()
+    rows = rewritten(capture_export(model, args), Policy.default("auto", BF16))
+    assert [(r.op, r.precision) for r in rows if r.module == "rnn" and r.op == name] == [(name, "bfloat16")]
+
+
+def test_custom_function_is_its_forward() -> None:
+    model, args = NETWORKS["custom_function"]()
+    rows = rewritten(capture_export(model, args), Policy.default("auto", BF16))
+    assert [r.op for r in rows] == ["linear", "mul", "round", "div", "linear"]
+
+
+@pytest.mark.parametrize("name", ["dense", "conv_bn", "encoder", "resnet"])
+def test_every_op_knows_its_module_and_line(name: str) -> None:
+    model, args = NETWORKS[name]()
+    paths = {path for path, _ in model.named_modules()}
+    rows = rewritten(capture_export(model, args), Policy.default("O2", BF16))
+    assert {row.module for row in rows} <= paths
+    assert {row.module for row in rows if row.op in ("linear", "conv2d")} == {
+        path for path, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))
+    }
+    assert all(".py:" in row.source for row in rows), [row.node for row in rows if ".py:" not in row.source]
+
+
+def test_dynamic_shapes_stay_dynamic() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    batch = torch.export.Dim("batch", min=2, max=64)
+    gm = capture_export(model, (torch.randn(3, 4),), dynamic_shapes=({0: batch},))
+    rows = rewritten(gm, Policy.default("O2", BF16))
+    assert [r.precision for r in rows] == ["bfloat16"] * 3
+    sizes = [n.meta["val"].shape[0] for n in gm.graph.nodes if n.op == "call_function" and "linear" in n.name]
+    assert all(isinstance(s, torch.SymInt) for s in sizes[:1])
+    params = [p for _, p in model.named_parameters()]
+    for size in (2, 5, 17):
+        (out,) = gm(*params, torch.randn(size, 4))
+        assert out.shape == (size, 2)
+        assert out.dtype is torch.float32
+
+
+def test_fixed_shapes_without_declaration() -> None:
+    gm = capture_export(nn.Linear(4, 2), (torch.randn(3, 4),))
+    assert next(n for n in gm.graph.nodes if "linear" in n.name).meta["val"].shape == (3, 2)
+
+
+class Undecidable(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1 if x.sum() > 0 else x - 1
+
+
+def test_model_that_cannot_be_exported_says_why_and_what_to_do() -> None:
+    with pytest.raises(CaptureError, match="Undecidable cannot be exported") as raised:
+        capture_export(Undecidable(), (torch.randn(3),))
+    assert "amp_compile" in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert raised.value.__cause__ is not None
+
+
+def test_settings_are_restored_also_after_an_error() -> None:
+    fastpath, rnn = torch.backends.mha.get_fastpath_enabled(), torch._dynamo.config.allow_rnn
+    with pytest.raises(CaptureError):
+        capture_export(Undecidable(), (torch.randn(3),))
+    assert torch.backends.mha.get_fastpath_enabled() == fastpath
+    assert torch._dynamo.config.allow_rnn == rnn
+    assert torch._C._get_mkldnn_enabled()
+
+
+class Regions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        with precision("float32"):
+            x = self.b(x)
+        with torch.autocast("cpu", enabled=False):
+            x = self.c(x.float())
+        return x
+
+
+def test_regions_hold_in_an_exported_graph() -> None:
+    rows = rewritten(capture_export(Regions(), (torch.randn(3, 4),)), Policy.default("O2", BF16))
+    by_module = {row.module: row.precision for row in rows if row.op == "linear"}
+    assert by_module == {"a": "bfloat16", "b": "float32", "c": "float32"}
+
+
+def test_capture_ignores_a_surrounding_autocast() -> None:
+    with torch.autocast("cpu", dtype=BF16):
+        gm = capture_export(nn.Linear(4, 2), (torch.randn(3, 4),))
+    assert {n.meta["val"].dtype for n in gm.graph.nodes if "val" in n.meta} == {torch.float32}
+
+
+def test_keyword_arguments_and_signature() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
+            return self.fc(x) * scale
+
+    program = export_program(Scaled(), (torch.randn(3, 4),), {"scale": torch.tensor(2.0)})
+    assert set(program.graph_signature.parameters) == {"fc.weight", "fc.bias"}
+    rows = rewritten(program.graph_module, Policy.default("auto", BF16))
+    assert [(r.op, r.precision) for r in rows] == [("linear", "bfloat16"), ("mul", "float32")]
+
+
+def test_a_parameter_used_twice_is_cast_once_in_an_exported_graph() -> None:
+    """Exported parameters are inputs too, and must be known as parameters."""
+    fc = nn.Linear(4, 4)
+    gm = capture_export(nn.Sequential(fc, nn.ReLU(), fc), (torch.randn(3, 4),))
+    rewritten(gm, Policy.default("auto", BF16))
+    casts = Counter(g.cast_source(n).name for n in gm.graph.nodes if g.is_float_cast(n))
+    assert [count for name, count in casts.items() if name.startswith("p_")] == [1, 1]
+
+
+HEAVY = ("torch._dynamo", "torch._inductor", "triton", "rich", "torch.export", "torch.fx.experimental.proxy_tensor")
+
+
+@pytest.mark.parametrize("use", ["import amp_compiler", "from amp_compiler import amp_compile, Policy, precision"])
+def test_importing_the_package_is_light(use: str) -> None:
+    """Nothing heavy comes in that ``import torch`` alone does not bring."""
+
+    def loaded(statement: str) -> set[str]:
+        code = f"{statement}\nimport sys\nprint('\\n'.join(sys.modules))"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        return {m for m in done.stdout.split() if m in HEAVY or m.split(".")[0] in ("triton", "rich")}
+
+    assert loaded(use) - loaded("import torch") == set()

@@ -1,0 +1,179 @@
+"""Every backend computes what the graph says: the same numbers, and no rounding lost on the way."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from amp_compiler import AmpModule, amp_compile
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+
+
+def compiled(target: Any, backend: str, level: str = "O2", **options: Any) -> AmpModule:
+    return amp_compile(target, level, **{"dtype": BF16, "backend": backend} | options)
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def network() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 8))
+
+
+def run(model: nn.Module, fast: Any) -> list[Tensor]:
+    """The output and every gradient."""
+    model.zero_grad()
+    x = numbers(6, 16).requires_grad_()
+    out = fast(x)
+    out.square().mean().backward()
+    return [out.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
+
+
+def by_hand(x: Tensor) -> Tensor:
+    """A rounding that the author wrote, and one more in a chain that a fusing backend could keep in fp32."""
+    return x.to(BF16).to(torch.float32) * 3
+
+
+def chain(x: Tensor) -> Tensor:
+    """FOLLOW ops, low at O2: each one rounds its result.
+
+    The constants are bf16 values: torch's own CPU kernels round some scalars to the tensor's dtype (add) and
+    some not (mul), and Inductor none, so other constants would compare torch with torch.
+    """
+    y = x * 1.0078125 + 0.25
+    z = y * y - x
+    return (z + y) * 0.75
+
+
+def chain_in_steps(x: Tensor) -> Tensor:
+    """``chain`` with its roundings written out: fp32 inside each op, one rounding after it."""
+
+    def low(value: Tensor) -> Tensor:
+        return value.to(BF16).float()
+
+    x = low(x)
+    y = low(low(x * 1.0078125) + 0.25)
+    z = low(low(y * y) - x)
+    return low(low(z + y) * 0.75)
+
+
+# values whose rounding to bf16 matters: all 8 bits of the mantissa and more are in use
+PROBES = 1 + torch.arange(1, 2049, dtype=torch.float32) / 2053
+
+
+# ------------------------------------------------------------------------------------------------- eager
+
+
+def test_the_eager_backend_keeps_every_rounding():
+    assert torch.equal(compiled(by_hand, "eager", "O0")(PROBES), by_hand(PROBES))
+    assert torch.equal(compiled(by_hand, "eager", "O1")(PROBES), by_hand(PROBES))
+    assert torch.equal(compiled(chain, "eager")(PROBES), chain_in_steps(PROBES))
+
+
+def test_a_rounding_by_hand_survives_folding():
+    """fp32 → bf16 → fp32 is no redundant pair: it rounds, also between two ops that are low anyway."""
+
+    def code(x: Tensor) -> Tensor:
+        y = F.linear(x, x).to(BF16).float()
+        return F.linear(y, x)
+
+    fast = compiled(code, "eager", "O1")
+    x = numbers(8, 8)
+    low = x.to(BF16)
+    assert torch.equal(fast(x), F.linear(F.linear(low, low), low).float())
+    plain = compiled(code, "eager", "O1", disable_passes=["fold_casts"])
+    assert torch.equal(fast(x), plain(x))
+
+
+def test_auto_is_eager_on_the_cpu(monkeypatch):
+    def never(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("Inductor was called")
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", never)
+    model = network()
+    ours, theirs = run(model, compiled(model, "auto")), run(model, compiled(model, "eager"))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode", "frozen"])
+def test_without_gradients_the_passes_after_autodiff_run_too(mode):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fast = compiled(model, "eager", "O1")
+    x = numbers(3, 4)
+    if mode == "frozen":
+        model.requires_grad_(False)
+        out = fast(x)
+    else:
+        with getattr(torch, mode)():
+            out = fast(x)
+    folded = [r for r in fast.history if r.name == "fold_casts"]
+    assert [r.graph for r in folded] == ["inference"]
+    model.requires_grad_(True)
+    assert torch.equal(fast(x).detach(), out)
+    assert [r.graph for r in fast.history if r.name == "fold_casts"] == ["inference", "joint"]
+
+
+def test_inference_folds_as_training_does():
+    """linear → linear: the casts between the two are a round trip, gone in both graphs."""
+    fast = compiled(nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 4)), "eager", "O1",
+                    disable_passes=[])  # fmt: skip
+    with torch.no_grad():
+        fast(numbers(3, 4))
+    (before,) = [r for r in fast.history if r.name == "insert_casts"]
+    (after,) = [r for r in fast.history if r.name == "fold_casts"]
+    assert after.casts <= before.casts
+    assert fast.report().casts == after.casts
+    # x, two weights, two biases go down, the result goes up
+    assert after.casts <= 6
+
+
+# ---------------------------------------------------------------------------------------------- inductor
+
+
+def test_inductor_agrees_with_eager():
+    model = network()
+    plain, fast = compiled(model, "eager"), compiled(model, "inductor")
+    theirs = run(model, plain)
+    ours = run(model, fast)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype is b.dtype
+        # each value went through a few bf16 roundings in another order of sums: some ulps of the largest
+        assert (a - b).abs().max() <= 4 * torch.finfo(BF16).eps * b.abs().max()
+    assert fast.report().by_precision == plain.report().by_precision
+    assert [r.graph for r in fast.history if r.name == "fold_casts"] == ["joint"]
+
+
+def test_inductor_drops_no_rounding():
+    """A rounding by hand, and a chain's roundings that only the graph asks for."""
+
+    def both(x: Tensor) -> tuple[Tensor, Tensor]:
+        return by_hand(x), chain(x)
+
+    fast = compiled(both, "inductor")
+    with torch.no_grad():
+        rounded, chained = fast(PROBES)
+    assert torch.equal(rounded, compiled(by_hand, "eager")(PROBES))
+    assert torch.equal(chained, chain_in_steps(PROBES))
+    assert [r.graph for r in fast.history if r.name == "fold_casts"] == ["inference"]
+
+
+def test_inductor_rounds_gradients_as_eager_does():
+    def run_chain(backend: str) -> tuple[Tensor, Tensor]:
+        x = PROBES.clone().requires_grad_()
+        out = compiled(lambda x: chain(by_hand(x)), backend)(x)
+        out.sum().backward()
+        return out.detach(), x.grad
+
+    for ours, theirs in zip(run_chain("inductor"), run_chain("eager"), strict=True):
+        assert torch.equal(ours, theirs)

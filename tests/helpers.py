@@ -1,0 +1,279 @@
+"""Small graphs without Dynamo, and the check that every pass test goes through.
+
+``pre_dispatch`` and ``exported`` give graphs as the forward passes take them, ``functional`` and ``joint`` as
+``fold_casts`` takes them. ``check_pass`` runs one pass and checks all that a pass promises (STYLE).
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx.traceback
+from torch import fx, nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from amp_compiler import Policy
+from amp_compiler import graph as g
+from amp_compiler.capture.export import capture_export
+from amp_compiler.capture.lower import annotate_origin
+from amp_compiler.passes import assign_precision, insert_casts, normalize
+from amp_compiler.passes.base import Context, Pass
+from amp_compiler.verify import verify
+
+aten: Any = torch.ops.aten
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+LEVELS = ("O0", "O1", "auto", "O2", "O3")
+LOW = (BF16, F16)
+FORWARD = (normalize.PASS, assign_precision.PASS, insert_casts.PASS)
+
+
+def context(
+    level: str = "O2",
+    dtype: torch.dtype = BF16,
+    *,
+    policy: Policy | None = None,
+    keep: bool = True,
+    modules: Any = None,
+) -> Context:
+    """A pass context at a level, or with a policy of one's own."""
+    return Context(policy or Policy(level, dtype), keep, modules or {})
+
+
+# ---------------------------------------------------------------------------------------------- graphs
+
+
+def fakes(*inputs: Any, mode: FakeTensorMode | None = None) -> tuple[FakeTensorMode, list[Any]]:
+    """A fake mode and the inputs as its fakes; what is no tensor stays."""
+    mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
+    return mode, [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in inputs]
+
+
+def pre_dispatch(fn: Callable[..., Any], *inputs: Any, parameters: Sequence[int] = ()) -> fx.GraphModule:
+    """``fn`` in pre-dispatch ATen with its annotations (``precision`` scopes), without source lines.
+
+    ``parameters``: positions of inputs that count as parameters.
+    """
+    mode, given = fakes(*inputs)
+    with mode, torch.no_grad(), torch.fx.traceback.preserve_node_meta():
+        gm = make_fx(fn, pre_dispatch=True)(*given)
+    places = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    for index in parameters:
+        places[index].meta[g.PARAMETER] = True
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+    return gm
+
+
+def exported(model: nn.Module, *inputs: Any, dynamic_shapes: Any = None) -> fx.GraphModule:
+    """A module's graph from the export front end: parameters first, with module paths and source lines."""
+    return capture_export(model, inputs, dynamic_shapes=dynamic_shapes)
+
+
+def functional(fn: Callable[..., Any], *inputs: Any, dynamic: bool = False) -> fx.GraphModule:
+    """``fn`` as functional ATen, casts spelled ``_to_copy``, as AOTAutograd's inference graphs are."""
+    with torch.no_grad():
+        gm = make_fx(fn, tracing_mode="symbolic" if dynamic else "fake")(*inputs)
+    return gm
+
+
+def joint(fn: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> fx.GraphModule:
+    """Outputs and gradients of ``fn(*inputs).sum()`` in one functional graph."""
+
+    def both(*args: torch.Tensor) -> Any:
+        leaves = [a.detach().requires_grad_(a.is_floating_point()) for a in args]
+        out = fn(*leaves)
+        grads = torch.autograd.grad(
+            out.float().sum(), [a for a in leaves if a.requires_grad], allow_unused=True
+        )
+        return out, [x for x in grads if x is not None]
+
+    return make_fx(both, tracing_mode="fake")(*inputs)
+
+
+def one_op(
+    target: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None, *, through: Any = None
+) -> fx.GraphModule:
+    """A graph of one call on fakes; each tensor among ``args`` becomes an input of the graph.
+
+    ``through``: a function (graph, node) -> node put between an input and the call.
+    """
+    graph = fx.Graph()
+    tensors: dict[int, fx.Node] = {}
+
+    def place(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in tensors:
+            node = graph.placeholder(f"x{len(tensors)}")
+            node.meta["val"] = value
+            tensors[id(value)] = node
+        return tensors[id(value)]
+
+    placed = pytree.tree_map(place, tuple(args))
+    named = pytree.tree_map(place, dict(kwargs or {}))
+    if through is not None:
+        moved = {node: through(graph, node) for node in tensors.values()}
+        placed, named = pytree.tree_map_only(fx.Node, moved.__getitem__, (placed, named))
+    call = graph.call_function(target, placed, named)
+    mode = next(
+        m for v in pytree.tree_leaves((args, kwargs)) if (m := getattr(v, "fake_mode", None)) is not None
+    )
+    with mode, torch.no_grad():
+        call.meta["val"] = target(*args, **(kwargs or {}))
+    values = call.meta["val"]
+    if isinstance(values, (tuple, list)):
+        outs = []
+        for index, value in enumerate(values):
+            item = graph.call_function(operator.getitem, (call, index))
+            item.meta["val"] = value
+            outs.append(item)
+        graph.output(tuple(outs))
+    else:
+        graph.output(call)
+    return fx.GraphModule(nn.Module(), graph)
+
+
+def autocast_region(
+    gm: fx.GraphModule, first: str, last: str, dtype: Any = BF16, enabled: bool = True
+) -> None:
+    """Put ``first`` … ``last`` into an autocast region as Dynamo writes it: values stay as traced."""
+    from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+
+    graph = gm.graph
+    with graph.inserting_before(find(gm, first)):
+        enter = graph.call_function(_enter_autocast, ("cpu", dtype, enabled, None))
+    with graph.inserting_after(find(gm, last)):
+        graph.call_function(_exit_autocast, (enter,))
+    gm.recompile()
+
+
+def find(gm: fx.GraphModule, name: str) -> fx.Node:
+    """The node of that name."""
+    return next(n for n in gm.graph.nodes if n.name == name)
+
+
+def ops(gm: fx.GraphModule, op: str) -> list[fx.Node]:
+    """All nodes of an op, by its plain name."""
+    return [n for n in gm.graph.nodes if n.op == "call_function" and g.op_name(n) == op]
+
+
+def casts(gm: fx.GraphModule) -> list[fx.Node]:
+    """All casts between float dtypes."""
+    return [n for n in gm.graph.nodes if g.is_float_cast(n)]
+
+
+def with_paths(gm: fx.GraphModule, model: nn.Module) -> fx.GraphModule:
+    """Module paths as ``named_modules`` has them, for graphs that were not made by a front end."""
+    annotate_origin(gm, {id(m): name for name, m in model.named_modules()})
+    return gm
+
+
+# ----------------------------------------------------------------------------------------------- checks
+
+
+def same(ours: Any, theirs: Any, *, tolerance: float | None = None) -> None:
+    """Equal outputs: dtype, shape and every bit that ``torch.equal`` sees, NaN equal to NaN."""
+    left, right = pytree.tree_leaves(ours), pytree.tree_leaves(theirs)
+    assert len(left) == len(right)
+    for index, (a, b) in enumerate(zip(left, right, strict=True)):
+        if not isinstance(a, torch.Tensor):
+            assert a == b, f"output {index}: {a} against {b}"
+            continue
+        assert a.dtype == b.dtype, f"output {index}: {a.dtype} against {b.dtype}"
+        if tolerance is None:
+            assert a.shape == b.shape
+            torch.testing.assert_close(
+                a, b, rtol=0, atol=0, equal_nan=True, msg=lambda m, i=index: f"output {i}: {m}"
+            )
+        else:
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def fresh(values: Any) -> Any:
+    """Copies of the inputs, strides kept, so that a graph that writes to them leaves ours alone."""
+
+    def twin(value: torch.Tensor) -> torch.Tensor:
+        if value.is_sparse or any(s == 0 for s in value.stride()):
+            return value
+        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype).copy_(value)
+
+    return pytree.tree_map_only(torch.Tensor, twin, values)
+
+
+def annotations(gm: fx.GraphModule) -> list[tuple[str, Any, Any]]:
+    """What passes write beside the graph: decision and region of every node, subgraphs included."""
+    return [
+        (f"{name}.{n.name}", n.meta.get(g.META), n.meta.get(g.REGION))
+        for name, inner in g.all_graphs(gm) for n in inner.graph.nodes
+    ]  # fmt: skip
+
+
+def check_pass(
+    pass_: Pass,
+    gm: fx.GraphModule,
+    ctx: Context | None = None,
+    expected_text: str | None = None,
+    *,
+    inputs: Sequence[Any] | None = None,
+    reference: Callable[..., Any] | None = None,
+    tolerance: float | None = None,
+    modified: bool | None = None,
+) -> fx.GraphModule:
+    """Run a pass and check everything that it promises; returns the graph, changed in place.
+
+    ``inputs``: also run it, and compare with ``reference`` (the graph before the pass, unless given) in every
+    bit, or within ``tolerance``. ``modified``: what the pass must say that it did.
+    """
+    ctx = ctx or context()
+    verify(gm, pass_.requires, ctx, "the test's own graph", deep=False)
+    before = copy.deepcopy(gm) if inputs is not None and reference is None else None
+    text_before, notes_before = g.format_graph(gm), annotations(gm)
+    changed = pass_.run(gm, ctx)
+    verify(gm, pass_.ensures, ctx, pass_.name, deep=True)
+    text, notes = g.format_graph(gm), annotations(gm)
+    assert changed or (text == text_before and notes == notes_before), (
+        "the pass changed the graph and says it did not"
+    )
+    if modified is not None:
+        assert changed is modified
+    assert pass_.run(gm, ctx) is False, (
+        f"a second run of {pass_.name} changes something:\n{text}\n->\n{g.format_graph(gm)}"
+    )
+    assert g.format_graph(gm) == text
+    assert annotations(gm) == notes
+    if expected_text is not None:
+        assert text == textwrap.dedent(expected_text).strip()
+    if inputs is not None:
+        run = reference or before
+        assert run is not None
+        mine, theirs = fresh(tuple(inputs)), fresh(tuple(inputs))
+        same(gm(*mine), run(*theirs), tolerance=tolerance)
+        same(mine, theirs)  # what the graph writes into its inputs
+    return gm
+
+
+def unchanged(
+    pass_: Pass, gm: fx.GraphModule, ctx: Context | None = None, inputs: Sequence[Any] | None = None
+) -> None:
+    """A near miss: the pass leaves this graph as it is."""
+    text = g.format_graph(gm)
+    check_pass(pass_, gm, ctx, modified=False, inputs=inputs)
+    assert g.format_graph(gm) == text
+
+
+def prepared(gm: fx.GraphModule, ctx: Context | None = None, *, until: str) -> fx.GraphModule:
+    """Run the forward passes that come before ``until``."""
+    ctx = ctx or context()
+    for step in FORWARD:
+        if step.name == until:
+            return gm
+        step.run(gm, ctx)
+        verify(gm, step.ensures, ctx, step.name, deep=True)
+    return gm
