@@ -60,6 +60,12 @@ class State:
     notes: list[str] = field(default_factory=list)
     warned: set[str] = field(default_factory=set)
 
+    def missed(self, reasons: Iterable[str]) -> None:
+        """Graph breaks that no captured graph tells of, as when the code before them had no tensor op."""
+        for reason in reasons:
+            if not any(reason in known for known in self.not_captured):
+                self.not_captured.append(f"graph break: {reason}")
+
     def note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
@@ -101,7 +107,7 @@ class AmpModule(nn.Module):
                 self._original, backend, dynamic=self._options.dynamic, fullgraph=self._options.fullgraph
             )
             object.__setattr__(self, "_compiled", compiled)
-        before = None if self._state.pieces else dynamo.Tally.now()
+        before, pieces = dynamo.Tally.now(), len(self._state.pieces)
         with self._no_autocast(), dynamo.capture_settings():
             try:
                 result = self._compiled(*args, **kwargs)
@@ -111,8 +117,10 @@ class AmpModule(nn.Module):
                 if explained is None:
                     raise
                 raise explained from error
-        if before is not None and not self._state.pieces:
+        if not self._state.pieces:
             self._nothing_captured(before.skipped_since("raised" in self._state.warned))
+        elif len(self._state.pieces) > pieces:
+            self._state.missed(before.breaks_since())
         return result
 
     @contextlib.contextmanager
@@ -255,6 +263,14 @@ class _Backend:
         self.__name__ = "amp_compiler"
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        known = len(self.state.history)
+        try:
+            return self.compile(gm, example_inputs)
+        except Exception:
+            del self.state.history[known:]  # Dynamo may start over; what it threw away is no history
+            raise
+
+    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         reason = dynamo.break_reason(gm)
         if reason is not None and str(reason) not in self.state.not_captured:
             self.state.not_captured.append(str(reason))
@@ -266,6 +282,8 @@ class _Backend:
             return gm.forward
         with _guarded(self.state, "AOTAutograd could not take a graph; its casts run unfolded") as compiled:
             result = self.run(graph, example_inputs)
+        if not compiled:
+            self.state.pieces.append(Piece(graph, graph_rows(graph, len(self.state.pieces)), cast_totals(graph)))
         return result if compiled else graph.forward
 
     def rewrite(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
@@ -293,7 +311,6 @@ class _Backend:
         from .capture.autodiff import compile_graph
 
         piece = Piece(graph, graph_rows(graph, len(self.state.pieces)), cast_totals(graph))
-        self.state.pieces.append(piece)
         ctx = Context(self.options.policy, self.options.keep_output_dtypes)
         backend = resolve_backend(self.options.backend, example_inputs)
         _, joint_steps, inference_steps = pipeline.build(self.options.disable_passes, backend)
@@ -303,7 +320,9 @@ class _Backend:
             steps.run(differentiated, ctx, self.state.history, graph=kind)
             piece.casts = cast_totals(differentiated)
 
-        return compile_graph(graph, example_inputs, backend, joint)
+        compiled = compile_graph(graph, example_inputs, backend, joint)
+        self.state.pieces.append(piece)
+        return compiled
 
 
 @contextlib.contextmanager

@@ -30,7 +30,8 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
     frozen = g.written_nodes(graph) | g.output_nodes(graph)
     groups: dict[tuple[torch.dtype, torch.dtype, torch.device], list[fx.Node]] = {}
     for node in graph.nodes:
-        if g.is_float_cast(node) and node not in frozen:
+        checkpointed = "recompute" in node.meta or "ac_graph_id" in node.meta  # the partitioner decides where it runs
+        if g.is_float_cast(node) and node not in frozen and not checkpointed:
             value = _small_input(g.cast_source(node))
             if value is not None and g.cast_source(node) not in frozen:
                 groups.setdefault((value.dtype, g.cast_dtype(node), value.device), []).append(node)

@@ -1,5 +1,6 @@
 """insert_casts: make the graph do what ``assign_precision`` decided.
 
+0. a cast of the author's to the dtype that its source has anyway  →  its source
 1. ``linear(x, w)`` decided low  →  ``x_low = cast(x); w_low = cast(w); linear(x_low, w_low)``
 2. each cast stands immediately before the op that needs it, one for each use, so that autograd adds up
    gradients where torch.autocast's would (they are merged after autodiff, by ``fold_casts``)
@@ -30,7 +31,7 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
 
 def _insert(gm: fx.GraphModule, keep_outputs: bool) -> bool:
     graph = gm.graph
-    modified = False
+    modified = _drop_empty_casts(graph)
     parameters: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
 
     def cast(value: fx.Node, dtype: torch.dtype, consumer: fx.Node) -> fx.Node:
@@ -73,6 +74,17 @@ def _insert(gm: fx.GraphModule, keep_outputs: bool) -> bool:
     _update_values(gm)
     if modified:
         gm.recompile()
+    return modified
+
+
+def _drop_empty_casts(graph: fx.Graph) -> bool:
+    """A cast to the dtype that its source now has gives its source back, in torch as here."""
+    modified = False
+    for node in list(graph.nodes):
+        if g.is_cast(node) and g.decision(node) is not None and g.dtype_of(g.cast_source(node)) == g.cast_dtype(node):
+            node.replace_all_uses_with(g.cast_source(node))
+            graph.erase_node(node)
+            modified = True
     return modified
 
 

@@ -97,15 +97,20 @@ class Tally:
         frames, breaks = counters["frames"], counters["graph_break"]
         return Tally(int(frames["total"]), int(frames["ok"]), {str(k): int(v) for k, v in breaks.items()})
 
+    def breaks_since(self) -> list[str]:
+        """The reasons of graph breaks since this tally was taken, one line each."""
+        after = Tally.now()
+        new = [reason for reason, count in after.breaks.items() if count > self.breaks.get(reason, 0)]
+        return [reason.strip().splitlines()[0] for reason in new if reason.strip()]
+
     def skipped_since(self, failed_before: bool) -> str | None:
         """Why a frame was left as plain Python since this tally was taken; None if none was.
 
         ``failed_before``: an earlier call raised, after which Dynamo does not look at that code again.
         """
         after = Tally.now()
-        new = [reason for reason, count in after.breaks.items() if count > self.breaks.get(reason, 0)]
-        if new:
-            return new[-1].strip().splitlines()[0]
+        if breaks := self.breaks_since():
+            return breaks[-1]
         if after.frames - self.frames > after.captured - self.captured:
             return "Dynamo left a frame as plain Python (an exception while tracing, or code that it does not trace)"
         if after.frames == self.frames and failed_before:

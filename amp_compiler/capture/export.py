@@ -37,7 +37,10 @@ def export_program(
             f"{type(model).__name__} cannot be exported: {first} "
             "Try amp_compile, which works around code that cannot be in a graph, or rewrite that line."
         ) from error
-    annotate_origin(program.graph_module, {id(m): name for name, m in model.named_modules()})
+    for _, inner in g.all_graphs(program.graph_module):
+        for node in inner.graph.nodes:
+            node.meta = dict(node.meta)  # export lets a node inside a region share its meta with one outside
+        annotate_origin(inner, {id(m): name for name, m in model.named_modules()})
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for node in program.graph_module.graph.nodes:
         path = program.graph_signature.inputs_to_parameters.get(node.name) if node.op == "placeholder" else None

@@ -20,7 +20,14 @@ from typing import Any
 import torch
 import torch.fx.traceback
 from torch import fx
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor_tree
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    get_proxy_slot,
+    make_fx,
+    set_proxy_slot,
+    track_tensor_tree,
+)
 from torch.utils import _pytree as pytree
 
 from .. import graph as g
@@ -95,6 +102,13 @@ def decompositions(policy: Policy) -> Decompositions:
     return table
 
 
+#: composites that a trace cannot take apart: the C++ body of the first asks for a dtype and would be fp32 for
+#: ever, that of the second stops gradients, which no node would show
+KEEP_WHOLE = ("rms_norm", "cosine_similarity")
+#: composites that only move values, and do it with an op that autocast lists (reflection_pad2d)
+HOLDS_LISTED = ("pad",)
+
+
 def _composites(policy: Policy) -> Decompositions:
     from ..ops.names import find_row
     from ..ops.torch_lists import LISTS
@@ -107,11 +121,12 @@ def _composites(policy: Policy) -> Decompositions:
             continue
         name = qualified.removeprefix("aten::")
         row = find_row(name.split(".")[0])
-        if name in listed or row is None or row.cls in (OpClass.EXACT, OpClass.KEEP):
-            continue  # a composite that only moves values holds nothing that autocast would cast
         op = _overload(name)
-        if op is not None:
-            table[op] = op.decompose
+        if name in listed or row is None or row.cls is OpClass.KEEP or row.name in KEEP_WHOLE or op is None:
+            continue
+        if row.cls is OpClass.EXACT and row.name not in HOLDS_LISTED:
+            continue  # what only moves values holds nothing that autocast would cast
+        table[op] = op.decompose
     return table
 
 
@@ -126,7 +141,23 @@ def _overload(name: str) -> torch._ops.OpOverload | None:
 
 
 class _LoweringInterpreter(fx.Interpreter):
-    """Runs Dynamo's graph under the tracer; custom autograd functions and checkpoints stay nodes."""
+    """Runs Dynamo's graph under the tracer; custom autograd functions and checkpoints stay nodes.
+
+    An op that has nothing to do (``x.float()`` in fp32, dropout in eval mode) gives back its input itself, and the
+    tracer would then take every later use of the input for a use of that op. Give back a tensor of its own.
+    """
+
+    def run_node(self, n: fx.Node) -> Any:
+        inputs = [self.env[a] for a in n.all_input_nodes if isinstance(self.env.get(a), torch.Tensor)]
+        mode = get_proxy_mode()
+        if n.op not in ("call_function", "call_method") or mode is None:
+            return super().run_node(n)
+        before = [(x, get_proxy_slot(x, mode.tracer, None)) for x in inputs]
+        result = super().run_node(n)
+        for x, proxy in before:
+            if result is x and proxy is not None:
+                return _apart(x, proxy, mode.tracer)
+        return result
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(target, torch._ops.HigherOrderOperator):
@@ -135,6 +166,20 @@ class _LoweringInterpreter(fx.Interpreter):
             if target.name() == "tag_activation_checkpoint":
                 return _keep_checkpoint(target, args, kwargs)
         return super().call_function(target, args, kwargs)
+
+
+def _apart(value: torch.Tensor, proxy: Any, tracer: Any) -> torch.Tensor:
+    """``value`` keeps the proxy that it had; the op that returned it gets a twin (unless it wrote in place)."""
+    newest = get_proxy_slot(value, tracer)
+    target = getattr(newest.proxy.node, "target", None)
+    in_place = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+    if newest is proxy or in_place:
+        return value
+    with disable_proxy_modes_tracing():
+        twin = value.view_as(value)
+    set_proxy_slot(twin, tracer, newest)
+    set_proxy_slot(value, tracer, proxy)
+    return twin
 
 
 def _keep_autograd_function(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -184,8 +229,6 @@ def _fresh(value: Any, requires_grad: bool = False) -> Any:
     """A new fake like ``value``, unknown to any tracer."""
     if not isinstance(value, torch.Tensor):
         return value
-    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
-
     with disable_proxy_modes_tracing():
         fresh = g.retype(value, value.dtype)
     return fresh.requires_grad_() if requires_grad and value.is_floating_point() else fresh

@@ -69,13 +69,9 @@ def test_same_precision_for_each_op_as_through_dynamo(name: str) -> None:
     ours, theirs = counted(exported, skip), counted(compiled.report().rows, skip)
     assert ours
     assert ours == theirs
-
-
-@pytest.mark.parametrize("name", ["lstm", "gru"])
-def test_recurrent_layer_is_one_low_op(name: str) -> None:
-    model, args = NETWORKS[name]()
-    rows = rewritten(capture_export(model, args), Policy.default("auto", BF16))
-    assert [(r.op, r.precision) for r in rows if r.module == "rnn" and r.op == name] == [(name, "bfloat16")]
+    if skip:
+        whole = [(r.op, r.precision) for r in exported if r.module == skip and r.op == name]
+        assert whole == [(name, "bfloat16")]
 
 
 def test_custom_function_is_its_forward() -> None:
@@ -84,7 +80,7 @@ def test_custom_function_is_its_forward() -> None:
     assert [r.op for r in rows] == ["linear", "mul", "round", "div", "linear"]
 
 
-@pytest.mark.parametrize("name", ["dense", "conv_bn", "encoder", "resnet"])
+@pytest.mark.parametrize("name", ["conv_bn", "encoder"])
 def test_every_op_knows_its_module_and_line(name: str) -> None:
     model, args = NETWORKS[name]()
     paths = {path for path, _ in model.named_modules()}
