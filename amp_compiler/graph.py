@@ -344,7 +344,11 @@ def has_integer_operand(node: fx.Node) -> bool:
 
 
 def map_tensor_args(node: fx.Node, change: Callable[[str, fx.Node], fx.Node]) -> None:
-    """Replace each tensor argument by ``change(argument name, node)``."""
+    """Replace each tensor argument by ``change(argument name, node)``, the last argument first.
+
+    torch.autocast casts in that order too (a C++ call, whose arguments compilers evaluate from the right), and
+    the order decides in which order autograd adds up gradients of a tensor that an op takes several times.
+    """
 
     def visit(name: str, value: Any) -> Any:
         if isinstance(value, fx.Node):
@@ -356,8 +360,10 @@ def map_tensor_args(node: fx.Node, change: Callable[[str, fx.Node], fx.Node]) ->
         return value
 
     named = list(schema_args(node))
-    node.args = tuple(visit(name, value) for name, value in named[: len(node.args)])
-    node.kwargs = {name: visit(name, value) for name, value in named[len(node.args) :]}
+    changed = [visit(name, value) for name, value in reversed(named)][::-1]
+    count = len(node.args)
+    node.kwargs = dict(zip([name for name, _ in named[count:]], changed[count:], strict=True))
+    node.args = tuple(changed[:count])
 
 
 def subgraphs(gm: fx.GraphModule, node: fx.Node) -> list[tuple[str, fx.GraphModule]]:

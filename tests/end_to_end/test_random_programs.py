@@ -94,9 +94,9 @@ LINES = (
     "F.embedding(ids, {0})", "{0}.gather(-1, ids.expand(3, 3))", "{0}.flip(0)", "{0}.tril()", "{0}.expand(2, 3, 4)",
     "F.pad({0}, (1, 1))", "F.pad({0}, (1, 1), mode='replicate')", "F.max_pool1d({0}, 2)", "F.avg_pool1d({0}, 2)",
     "{0}.chunk(2, -1)[1]", "{0}.unbind(0)[1]",
-    # the author's own casts
+    # the author's own casts; a dtype read from a value that may turn low is another matter (DESIGN §2: the twin trace)
     "{0}.float()", "{0}.to(torch.bfloat16)", "{0}.half().float()", "{0}.to(torch.bfloat16).float()", "{0}.to(b.dtype)",
-    "{0}.type_as(w)", "{0}.detach()", "{0}.clone()", "{0}.double()", "mask.float()", "mask.to({0}.dtype)",
+    "{0}.type_as(w)", "{0}.detach()", "{0}.clone()", "{0}.double()", "mask.float()", "mask.to(b.dtype)",
     # in place, on values that the program made
     "{0}.relu_()", "{0}.add_({1})", "{0}.mul_(2)", "{0}.mul_({1})", "{0}.clamp_(-1, 1)", "{0}.sub_({1}, alpha=0.5)",
     "{0}.add_(s)", "{0}[0].add_(1)", "{0}.div_({1}.abs().float() + 1)", "{0}.copy_({1})", "{0}.addmm_({1}, {2})",
@@ -190,7 +190,8 @@ def run(function: Callable[..., Sequence[Tensor]], program: Program, context: An
         differentiable = [o for o in outputs if o.requires_grad]
         if differentiable:
             r = torch.Generator().manual_seed(1)
-            tangents = [torch.randn(o.shape, generator=r).to(o.dtype) for o in differentiable]
+            # in the output's own strides: AOTAutograd would bring them there, and a sum adds up in that order
+            tangents = [torch.empty_like(o).copy_(torch.randn(o.shape, generator=r)) for o in differentiable]
             torch.autograd.backward(differentiable, tangents)
     except Exception as error:
         return error
@@ -292,12 +293,14 @@ def test_case(case: str, dtype: torch.dtype) -> None:
     check(program, dtype, direct(program, dtype))
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's, about odd programs
 @settings(common, max_examples=300)
 @given(programs(), dtypes)
 def test_backend(program: Program, dtype: torch.dtype) -> None:
     check(program, dtype, direct(program, dtype))
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's, about odd programs
 @settings(common, max_examples=40)
 @given(programs(), dtypes)
 def test_amp_compile(program: Program, dtype: torch.dtype) -> None:

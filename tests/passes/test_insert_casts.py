@@ -57,8 +57,8 @@ def test_a_low_op_gets_its_casts_and_the_output_its_dtype() -> None:
                modified=True, expected_text="""
         input x_1: f32[2, 4]
         input w_1: f32[4, 4]
-        x_1_bf16: bf16[2, 4] = cast(x_1, bf16)
         w_1_bf16: bf16[4, 4] = cast(w_1, bf16)
+        x_1_bf16: bf16[2, 4] = cast(x_1, bf16)
         linear: bf16[2, 4] = linear(x_1_bf16, w_1_bf16)
         linear_f32: f32[2, 4] = cast(linear, f32)
         return linear_f32
@@ -93,8 +93,8 @@ def test_a_parameter_is_cast_once_before_its_first_use() -> None:
                reference=lambda x, w: low_linear(low_linear(x, w), w).float(), expected_text="""
         input x_1: f32[2, 4]
         input w_1: f32[4, 4]
-        x_1_bf16: bf16[2, 4] = cast(x_1, bf16)
         w_1_bf16: bf16[4, 4] = cast(w_1, bf16)
+        x_1_bf16: bf16[2, 4] = cast(x_1, bf16)
         linear: bf16[2, 4] = linear(x_1_bf16, w_1_bf16)
         linear_1: bf16[2, 4] = linear(linear, w_1_bf16)
         linear_1_f32: f32[2, 4] = cast(linear_1, f32)
