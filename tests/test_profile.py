@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from networks import BertLike
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_compiler.profile import CastCount, _cast_bytes, count_casts, count_ops
+from networks import BertLike
 
 BF16 = torch.bfloat16
 X = torch.ones(4, 3)

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from networks import BF16_ONLY, NETWORKS
 from torch import Tensor, nn
 
 from amp_compiler import Policy, amp_compile
+from networks import BF16_ONLY, NETWORKS
 
 DTYPES = [torch.bfloat16, torch.float16]
 
