@@ -9,6 +9,7 @@ switch (Dynamo skips nn.LSTM and nn.GRU otherwise), ``compile_subgraph_reason`` 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from torch import fx, nn
 
 #: signatures that one compiled module may have before Dynamo gives up on it
 RECOMPILE_LIMIT = 64
+_CALLERS = itertools.count()
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Any]
 
 
@@ -44,11 +46,16 @@ def compile_frame(target: Any, backend: Backend, *, dynamic: bool | None, fullgr
 
 
 def _caller(model: nn.Module) -> Callable[..., Any]:
-    """A function that calls the model: compiling the module itself would leave an attribute on the user's object."""
+    """A function that calls the model: compiling the module itself would leave an attribute on the user's object.
+
+    Each gets a code object of its own name, because Dynamo remembers by file, line and name which sizes changed:
+    another model's batch size would otherwise make this one's dynamic.
+    """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
+    call.__code__ = call.__code__.replace(co_name=f"call_{next(_CALLERS)}")
     return call
 
 
