@@ -130,7 +130,16 @@ def _cast(gm: fx.GraphModule, ctx: Any, where: str) -> None:
 
 
 def _functional(gm: fx.GraphModule, ctx: Any, where: str) -> None:
-    return None
+    """Only ATen, and the only writes are those that give inputs their new values at the end."""
+    _captured(gm, ctx, where)
+    for node in gm.graph.nodes:
+        for name, arg in g.tensor_args(node):
+            if name in g.mutated_args(node) and arg.op == "call_function" and g.op_name(node) != "copy_":
+                _fail(where, node, "writes in place in a graph that should be functional.")
+
+
+def _eager(gm: fx.GraphModule, ctx: Any, where: str) -> None:
+    """A fact about who runs the graph, which the graph itself does not show."""
 
 
 def _folded(gm: fx.GraphModule, ctx: Any, where: str) -> None:
@@ -159,6 +168,7 @@ CHECKS: Mapping[str, Callable[[fx.GraphModule, Any, str], None]] = {
     "assigned": _assigned,
     "cast": _cast,
     "functional": _functional,
+    "eager": _eager,
     "folded": _folded,
     "batched": _folded,
 }
