@@ -66,6 +66,12 @@ class State:
             if not any(reason in known for known in self.not_captured):
                 self.not_captured.append(f"graph break: {reason}")
 
+    def leave(self, text: str) -> None:
+        """Something runs without us: a note in the report and a warning, once each."""
+        if text not in self.notes:
+            self.notes.append(text)
+            warnings.warn(f"amp_compile: {text}", AmpWarning, stacklevel=3)
+
     def note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
@@ -271,9 +277,15 @@ class _Backend:
             raise
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        from .capture.lower import why_not
+
         reason = dynamo.break_reason(gm)
         if reason is not None and str(reason) not in self.state.not_captured:
             self.state.not_captured.append(str(reason))
+        refused = why_not(gm)
+        if refused is not None:
+            self.state.leave(f"a graph runs in the precision it has: {refused}")
+            return gm.forward
         with _guarded(
             self.state, "a graph could not be rewritten and runs in the precision it has"
         ) as rewritten:
@@ -341,8 +353,7 @@ def _guarded(state: State, what: str) -> Iterator[list[bool]]:
         if isinstance(error, TorchDynamoException) or deep_by_default():
             raise
         text = f"{what}: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-        state.note(text)
-        warnings.warn(f"amp_compile: {text}", AmpWarning, stacklevel=2)
+        state.leave(text)
 
 
 def _explain(error: Exception, fullgraph: bool) -> Exception | None:
@@ -426,6 +437,8 @@ def amp_compile(
         dtype = check_low_dtype(dtype)
     if policy is not None and not isinstance(policy, Policy):
         raise ArgumentError(f"policy must be an amp_compiler.Policy, not {type(policy).__name__}.")
+    if policy is not None and level not in ("O2", policy.level):
+        raise ArgumentError(f"level={level!r} contradicts the policy's {policy.level!r}: give one of them.")
     names = tuple(pipeline.check_names(disable_passes))
     # made once for a wrong name to show at once; the decorator below may never be applied
     base = (policy or Policy(level, dtype)).with_ops(low=white_list, fp32=black_list)

@@ -333,6 +333,12 @@ def output_nodes(graph: fx.Graph) -> set[fx.Node]:
     return {n for n, number in classes.items() if number in numbers}
 
 
+def answers(node: fx.Node) -> bool:
+    """True for an op that tells something of its inputs: a comparison, an argmax, the indices of a sort."""
+    values = [v for v in tensor_outputs(node) if v is not None]
+    return any(not v.dtype.is_floating_point and not v.dtype.is_complex for v in values)
+
+
 def has_integer_operand(node: fx.Node) -> bool:
     """True for arithmetic with an integer tensor, whose values a low dtype may not hold."""
     for name, arg in tensor_args(node):

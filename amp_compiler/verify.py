@@ -82,7 +82,7 @@ def _assigned(gm: fx.GraphModule, ctx: Any, where: str) -> None:
             _fail(where, node, "has no precision or no reason.")
             continue
         if known.rule == "table" and known.mode is Mode.CAST and ctx.policy.autocast_device is None:
-            expected = _expected(known.cls, ctx.policy) if any(map(g.is_eligible, g.tensor_outputs(node))) else None
+            expected = _expected(known.cls, ctx.policy) if not g.answers(node) else None
             if expected is not None and known.precision != expected:
                 _fail(where, node, f"is {known.precision}, but the level's table says {expected}.")
         if known.mode is not Mode.NATIVE and _written_and_cast(node, known):

@@ -10,7 +10,7 @@ For each node, the first rule that applies:
 5. a region, ``set_precision`` or module rule says a dtype: that dtype
 6. everything in it is low already: kept
 7. the policy's class of the op at the level (DESIGN §3), unless a constant does not fit the low dtype;
-   a FOLLOW op that only answers (a comparison, an argmax: no float comes out) takes the widest of its inputs
+   a FOLLOW op that answers (a comparison, an argmax, a sort with its indices) takes the widest of its inputs
    at every level, because rounding them could only change the answer
 
 With ``Policy.torch`` the lists and rules of torch.autocast replace 2 to 7.
@@ -164,7 +164,7 @@ class _Assign:
     ) -> Decision:
         level, cls, row = self.policy.level, choice.cls, choice.row
         flows = {g.dtype_of(a) for _, a in floats}
-        answers = not any(g.is_eligible(v) for v in g.tensor_outputs(node))
+        answers = g.answers(node)
         if cls is OpClass.LOW or (cls is OpClass.FOLLOW and level in ("O2", "O3") and not answers):
             return self.checked(node, name, low, choice.reason, choice.rule, choice, floats)
         if cls is OpClass.FP32 and level == "O3" and choice.rule == "table":

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from amp_compiler import graph as g
-from amp_compiler.policy import precision_dtype
+from amp_compiler.policy import dtype_name, precision_dtype
 
 from .base import Context, Dialect, Pass
 
@@ -33,7 +33,7 @@ class Region:
 
     def __str__(self) -> str:
         if self.kind == "precision":
-            return f"precision('{g.DTYPE_NAMES[self.dtype]}') region" if self.dtype else "precision region"
+            return f"precision({dtype_name(self.dtype)!r}) region" if self.dtype else "precision region"
         return (
             f"torch.autocast(dtype={self.dtype}) region"
             if self.dtype

@@ -31,6 +31,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.utils import _pytree as pytree
 
 from .. import graph as g
+from ..errors import CaptureError
 from ..ops.row import OpClass
 from ..policy import Policy
 
@@ -48,6 +49,7 @@ def lower(
             *fakes
         )
     assert isinstance(lowered, fx.GraphModule)
+    _refuse_leaks(lowered)
     lowered.graph.eliminate_dead_code()
     _name_inputs(gm, lowered)
     _mark_parameters(lowered, example_inputs)
@@ -56,6 +58,39 @@ def lower(
     lowered.meta.update(gm.meta)
     lowered.recompile()
     return lowered
+
+
+#: higher-order ops that the passes know; the body of any other must not be run on fakes
+KNOWN_HIGHER_ORDER = frozenset({
+    "autograd_function_apply", "tag_activation_checkpoint", "cond", "while_loop", "scan", "map", "associative_scan",
+    "wrap", "wrap_with_set_grad_enabled", "wrap_with_autocast", "invoke_subgraph",
+})  # fmt: skip
+
+
+def why_not(gm: fx.GraphModule) -> str | None:
+    """Why a graph from Dynamo must not be lowered, or None.
+
+    Tracing runs the graph on fakes. A tensor that the graph holds itself (optimizer state) is real and would be
+    written to; levels of torch.func exist only at run time, and a fake would leak out of them.
+    """
+    for _, inner in _with_bodies(gm):
+        for node in inner.graph.nodes:
+            if node.op == "get_attr" and isinstance(getattr(inner, str(node.target), None), torch.Tensor):
+                return "it holds tensors of its own, such as an optimizer's state"
+            if node.op != "call_function":
+                continue
+            if isinstance(node.target, torch._ops.HigherOrderOperator):
+                if node.target.name() not in KNOWN_HIGHER_ORDER:
+                    return f"it uses {node.target.name()}"
+            elif "functorch" in (getattr(node.target, "__module__", "") or "") or "functorch" in str(node.target):
+                return f"it uses torch.func ({getattr(node.target, '__name__', node.target)})"
+    return None
+
+
+def _with_bodies(gm: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
+    for name, module in gm.named_modules():
+        if isinstance(module, fx.GraphModule):
+            yield name, module
 
 
 def fakify(example_inputs: Sequence[Any]) -> tuple[list[Any], Any]:
@@ -68,6 +103,15 @@ def fakify(example_inputs: Sequence[Any]) -> tuple[list[Any], Any]:
     mode, shape_env = construct_fake_mode(flat, config)
     fakes, _ = process_inputs(flat, config, mode, shape_env)
     return list(fakes), mode
+
+
+def _refuse_leaks(gm: fx.GraphModule) -> None:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    for _, inner in g.all_graphs(gm):
+        for node in inner.graph.nodes:
+            if node.op == "get_attr" and isinstance(getattr(inner, str(node.target), None), FakeTensor):
+                raise CaptureError(f"a value of the trace became a constant of the graph ({node.target})")
 
 
 @contextlib.contextmanager
