@@ -139,7 +139,7 @@ class _Assign:
         if forced is not None:
             dtype, reason, rule, whole = forced
             if choice.cls is OpClass.EXACT:
-                return self.exact(node, floats, choice, low)
+                return self.exact(node, floats, choice)
             if whole:
                 return self.checked(node, name, dtype, reason, rule, choice, floats)
             low = dtype
@@ -149,7 +149,7 @@ class _Assign:
             reason = f"the constant {self.needs_fp32[node]:g}, written into its result, does not fit {dtype_name(low)}"
             return self.cast(node, torch.float32, reason, "constant", choice)
         if choice.cls is OpClass.EXACT:
-            return self.exact(node, floats, choice, low)
+            return self.exact(node, floats, choice)
         named = g.all_args(node)
         condition = self.policy.condition_for(name, named)
         if condition is not None:
@@ -197,9 +197,7 @@ class _Assign:
         source = next(a for _, a in floats if g.dtype_of(a) != low)
         return self.cast(node, torch.float32, f"follows {source.name}, which is fp32", choice.rule, choice)
 
-    def exact(
-        self, node: fx.Node, floats: list[tuple[str, fx.Node]], choice: Choice, low: torch.dtype
-    ) -> Decision:
+    def exact(self, node: fx.Node, floats: list[tuple[str, fx.Node]], choice: Choice) -> Decision:
         dtype = _widest([g.dtype_of(a) for _, a in floats])
         if dtype in g.LOW_DTYPES:
             return self.checked(

@@ -16,7 +16,6 @@ import torch
 from torch import fx
 
 JointPasses = Callable[[fx.GraphModule, str], None]
-BACKENDS = ("auto", "eager", "inductor")
 
 
 def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], backend: str, joint: JointPasses) -> Any:
