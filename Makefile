@@ -20,11 +20,12 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test lint types bench-compile bench-casts clean
+.PHONY: help demo test test-zoo lint types bench-compile bench-casts clean
 
 help:
 	@echo "make demo            train a small network at every level and compare"
 	@echo "make test            lint, types and all tests"
+	@echo "make test-zoo        45 models from transformers at every level and dtype (about 20 minutes)"
 	@echo "make lint            ruff"
 	@echo "make types           mypy, strict, over the package as it is installed"
 	@echo "make bench-compile   how long compilation takes"
@@ -38,7 +39,10 @@ demo: $(READY)
 # out the same everywhere.
 test: $(READY)
 	@$(MAKE) --no-print-directory lint types ARGS=
-	@OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not zoo" $(ARGS)
+
+test-zoo: $(READY)
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal tests/zoo $(ARGS)
 
 lint: $(READY)
 	@$(BIN)/ruff check . $(ARGS)

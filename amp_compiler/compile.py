@@ -23,7 +23,7 @@ from .ops.names import OpLike
 from .passes.base import Context
 from .policy import Policy, check_level, check_low_dtype, default_dtype, dtype_name, matches
 from .report import Report, Row, build_report, cast_totals, graph_rows
-from .scopes import marked_modules
+from .scopes import marked_modules, modules_of
 from .verify import deep_by_default, verify
 
 BACKENDS = ("auto", "eager", "inductor")
@@ -285,6 +285,7 @@ class _Backend:
         refused = why_not(gm)
         if refused is not None:
             self.state.leave(f"a graph runs in the precision it has: {refused}")
+            self.state.not_captured.append(f"a graph: {refused}")
             return gm.forward
         with _guarded(
             self.state, "a graph could not be rewritten and runs in the precision it has"
@@ -302,14 +303,18 @@ class _Backend:
         from .capture.lower import lower
 
         start = time.perf_counter()
-        module = self.target if isinstance(self.target, nn.Module) else None
-        paths = {id(m): name for name, m in module.named_modules()} if module is not None else {}
+        modules = modules_of(self.target)
+        paths: dict[int, str] = {}
+        for path, module in modules.items():
+            paths.setdefault(id(module), path)
+        graph = lower(gm, example_inputs, self.options.policy, paths)
+        graph.meta[g.STATE] = dynamo.kept_values(gm, example_inputs)
         ctx = Context(
             self.options.policy,
             self.options.keep_output_dtypes,
-            marked_modules(module) if module is not None else {},
+            marked_modules(modules),
+            self.twin(gm, paths),
         )
-        graph = lower(gm, example_inputs, self.options.policy, paths)
         verify(graph, ("captured",), ctx, "capture")
         history = [
             pipeline.Record("capture", time.perf_counter() - start, True, g.format_graph(graph), "forward",
@@ -317,7 +322,25 @@ class _Backend:
         ]  # fmt: skip
         self.forward.run(graph, ctx, history, graph="forward")
         self.state.history.extend(history)
+        for note in ctx.notes:
+            self.state.leave(note)
         return graph
+
+    def twin(self, gm: fx.GraphModule, paths: dict[int, str]) -> fx.GraphModule | None:
+        """The same frame in the low dtype, if its code can depend on dtypes (``capture/twin.py``)."""
+        from .capture.twin import may_depend_on_dtype, twin_of_frame
+
+        if self.options.policy.level == "O0" or "mark_dtype_origin" in self.options.disable_passes:
+            return None
+        if not may_depend_on_dtype(gm):
+            return None
+        try:
+            return twin_of_frame(self.options.policy, paths)
+        except Exception as error:
+            low = dtype_name(self.options.policy.low)
+            self.state.leave(f"the model's code reads dtypes and could not be traced in {low}, so every cast in it to "
+                             f"float32 counts as the author's: {_first_line(error)}")  # fmt: skip
+            return None
 
     def run(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         from .capture.autodiff import compile_graph
@@ -352,8 +375,12 @@ def _guarded(state: State, what: str) -> Iterator[list[bool]]:
 
         if isinstance(error, TorchDynamoException) or deep_by_default():
             raise
-        text = f"{what}: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-        state.leave(text)
+        state.leave(f"{what}: {_first_line(error)}")
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
 
 
 def _explain(error: Exception, fullgraph: bool) -> Exception | None:
@@ -484,11 +511,16 @@ def _with_excluded(policy: Policy, model: Any, exclude: list[str | type[nn.Modul
         if exclude or policy.modules:
             raise PolicyError("exclude and module rules need a torch.nn.Module: a function has no module paths.")
         return policy
-    modules = dict(model.named_modules())
+    modules = modules_of(model)
+    first: dict[int, str] = {}
+    for path, module in modules.items():
+        first.setdefault(id(module), path)  # the name under which a module that has two stands in a graph
     rules: dict[str, str] = {}
     for item in exclude:
         if isinstance(item, str):
-            found = [item] if any(matches(item, path) for path in modules) else []
+            named = [path for path in modules if matches(item, path)]
+            found = [item] if named else []
+            found += [p for path in named if (p := first[id(modules[path])]) and not matches(item, p)]
         else:
             found = [path or "*" for path, module in modules.items() if isinstance(module, item)]
         if not found:

@@ -35,13 +35,20 @@ ELIGIBLE = (torch.float32, *LOW_DTYPES)
 META = "amp"  # node.meta key of the Decision
 PARAMETER = "amp_parameter"  # node.meta key, True on an input that is a leaf and needs a gradient
 REGION = "amp_region"  # node.meta key of the precision region a node stands in (see passes/normalize.py)
+DTYPE_OF = "amp_dtype_of"  # node.meta key: name of the node whose dtype this one names
+STATE = "amp_state"  # gm.meta key: (output, input) positions of what the model keeps between calls
+CONSTANT = "amp_constant"  # node.meta key: the value of an input that is a constant of the model's code
+CLOSED = "amp_closed"  # gm.meta key: a body that no pass may look into
+OUTPUT_DTYPES = "amp_output_dtypes"  # gm.meta key: what the model's outputs are, where tracing lost it
+ORIGIN = "amp_origin"  # node.meta key of the Origin (see passes/mark_dtype_origin.py)
 
 
 #: composite ops that give back their input itself when there is nothing to do, without saying so in their schema
 MAY_RETURN_INPUT = frozenset({
     "reshape", "contiguous", "flatten", "to", "type_as", "dropout", "feature_dropout", "alpha_dropout", "reshape_as",
     "unflatten", "ravel", "resolve_conj", "resolve_neg", "atleast_1d", "atleast_2d", "atleast_3d", "expand_as",
-    "view_as", "narrow", "swapaxes", "swapdims", "moveaxis", "movedim", "broadcast_to", "pad",
+    "view_as", "narrow", "swapaxes", "swapdims", "moveaxis", "movedim", "broadcast_to", "pad", "real", "sum_to_size",
+    "feature_alpha_dropout",
 })  # fmt: skip
 #: schema names of arguments whose values an op computes with (as opposed to indices, weights of a norm …)
 OPERANDS = frozenset({"self", "other", "input", "tensors", "min", "max", "src", "source", "value", "values"})
@@ -57,7 +64,10 @@ class Mode(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The precision of one node and why. ``out`` holds the dtype of each output tensor (None: no float)."""
+    """The precision of one node and why. ``out`` holds the dtype of each output tensor (None: no float).
+
+    ``named``: what the node's own dtype argument has to become. ``numbers``: new values of number arguments.
+    """
 
     mode: Mode
     precision: torch.dtype | None
@@ -66,6 +76,8 @@ class Decision:
     out: tuple[torch.dtype | None, ...] = ()
     keep_args: tuple[str, ...] = ()
     rule: str = ""  # short machine-readable source of the decision: "table", "exclude", "black_list" …
+    named: torch.dtype | None = None
+    numbers: tuple[tuple[str, float], ...] = ()
 
 
 def decision(node: fx.Node) -> Decision | None:
@@ -83,6 +95,30 @@ def decide(node: fx.Node, value: Decision) -> None:
 def amend(node: fx.Node, **changes: Any) -> None:
     """Change some fields of the decision on ``node``."""
     node.meta[META] = replace(node.meta[META], **changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What the twin trace tells of one node: the same code, run with every fp32 tensor in the low dtype.
+
+    ``follows``: the dtype that the node names was another tensor's, so it is not the author's explicit choice.
+    ``of``: the name of that tensor's node, if known. ``twin``: the dtype of its result in the twin. ``numbers``:
+    (argument, value) of each number that is another one in the low dtype (``torch.finfo(x.dtype).min``). ``unsure``:
+    why the node is to stay as it was traced, if so.
+    """
+
+    follows: bool = False
+    twin: torch.dtype | None = None
+    numbers: tuple[tuple[str, float], ...] = ()
+    unsure: str = ""
+    of: str = ""
+
+
+def origin(node: fx.Node) -> Origin | None:
+    """The verdict of the twin trace on ``node``, or None where there was none."""
+    found = node.meta.get(ORIGIN)
+    assert found is None or isinstance(found, Origin)
+    return found
 
 
 # ---------------------------------------------------------------------------------------------- values
@@ -118,6 +154,14 @@ def dtype_of(node: fx.Node) -> torch.dtype | None:
 def is_eligible(value: torch.Tensor | None) -> bool:
     """True for a dense tensor whose precision may be changed."""
     return value is not None and value.dtype in ELIGIBLE and value.layout is torch.strided
+
+
+def constant(gm: fx.GraphModule, node: Any) -> torch.Tensor | None:
+    """The tensor behind a node that stands for a constant of the model's code, or None."""
+    if not isinstance(node, fx.Node):
+        return None
+    found = getattr(gm, str(node.target), None) if node.op == "get_attr" else node.meta.get(CONSTANT)
+    return found if type(found) is torch.Tensor else None
 
 
 def nbytes(value: torch.Tensor, dtype: torch.dtype | None = None) -> int:
@@ -317,11 +361,28 @@ def alias_classes(graph: fx.Graph) -> dict[fx.Node, int]:
 def written_nodes(graph: fx.Graph) -> set[fx.Node]:
     """Every node whose memory some node of the graph writes to, views of it included."""
     written = {a for n in graph.nodes for name, a in tensor_args(n) if name in mutated_args(n)}
+    written |= {a for n in graph.nodes if is_higher_order(n) for a in _written_by_bodies(n)}
     if not written:
         return set()
     classes = alias_classes(graph)
     touched = {classes[n] for n in written}
     return {n for n, number in classes.items() if number in touched}
+
+
+def _written_by_bodies(node: fx.Node) -> Iterator[fx.Node]:
+    """The arguments of a higher-order node that a graph inside it writes to."""
+    owner = node.graph.owning_module
+    for _, body in subgraphs(owner, node) if owner is not None else ():
+        written = written_nodes(body.graph)
+        yield from (given for place, given in operands(node, body) if place in written)
+
+
+def operands(node: fx.Node, body: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """(input of the body, argument of the higher-order node) for each input of a graph inside a node."""
+    places = [n for n in body.graph.nodes if n.op == "placeholder"]
+    leaves = pytree.tree_leaves((node.args, node.kwargs))
+    given = [a for a in leaves if isinstance(a, fx.Node) and a.op != "get_attr"]
+    yield from zip(places, given[max(len(given) - len(places), 0) :], strict=False)
 
 
 def output_nodes(graph: fx.Graph) -> set[fx.Node]:
@@ -331,6 +392,13 @@ def output_nodes(graph: fx.Graph) -> set[fx.Node]:
     classes = alias_classes(graph)
     numbers = {classes[n] for n in results}
     return {n for n, number in classes.items() if number in numbers}
+
+
+def output_dtypes(gm: fx.GraphModule) -> list[torch.dtype | None]:
+    """The dtype of each output of a graph as it was traced; None for what is no tensor."""
+    last = next(iter(reversed(gm.graph.nodes)))
+    values = (tensor_of(n) if isinstance(n, fx.Node) else None for n in pytree.tree_leaves(last.args[0]))
+    return [None if v is None else v.dtype for v in values]
 
 
 def answers(node: fx.Node) -> bool:
@@ -373,12 +441,12 @@ def map_tensor_args(node: fx.Node, change: Callable[[str, fx.Node], fx.Node]) ->
 
 
 def subgraphs(gm: fx.GraphModule, node: fx.Node) -> list[tuple[str, fx.GraphModule]]:
-    """The graphs that a higher-order node holds, with their attribute names, in argument order."""
+    """The graphs that a higher-order node holds and that may be rewritten, with their names, in argument order."""
     found = []
     for value in pytree.tree_leaves((node.args, node.kwargs)):
         if isinstance(value, fx.Node) and value.op == "get_attr":
             inner = getattr(gm, str(value.target), None)
-            if isinstance(inner, fx.GraphModule):
+            if isinstance(inner, fx.GraphModule) and CLOSED not in inner.meta:
                 found.append((str(value.target), inner))
     return found
 

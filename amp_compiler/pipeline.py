@@ -1,7 +1,9 @@
 """The order of the passes, top to bottom, and nothing else but running them.
 
-capture ─▶ normalize ─▶ assign_precision ─▶ insert_casts ─▶ autodiff ─▶ fold_casts ─▶ batch_casts ─▶ run
-           └──────────────── FORWARD ────────────────┘                  └──── JOINT / INFERENCE ────┘
+capture ─▶ normalize ─▶ mark_dtype_origin ─▶ assign_precision ─▶ insert_casts ─▶ autodiff
+           └───────────────────────────── FORWARD ───────────────────────────┘
+autodiff ─▶ fold_casts ─▶ batch_casts ─▶ run
+            └──── JOINT / INFERENCE ────┘
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ from torch import fx
 
 from . import graph as g
 from .errors import AmpError, ArgumentError, PipelineError
-from .passes import assign_precision, batch_casts, fold_casts, insert_casts, normalize
+from .passes import assign_precision, batch_casts, fold_casts, insert_casts, mark_dtype_origin, normalize
 from .passes.base import Context, Pass
 from .verify import verify
 
-FORWARD = (normalize.PASS, assign_precision.PASS, insert_casts.PASS)
+FORWARD = (normalize.PASS, mark_dtype_origin.PASS, assign_precision.PASS, insert_casts.PASS)
 JOINT = (fold_casts.PASS, batch_casts.PASS)
 INFERENCE = (fold_casts.PASS, batch_casts.PASS)
 

@@ -5,12 +5,14 @@ Turning a class into a dtype at a place in a graph is ``passes/assign_precision.
 
 Precedence, the first that applies wins:
 
-1. the innermost precision region in the model's code (``precision(...)``, nested ``torch.autocast``);
-2. ``set_precision`` on a module, the innermost module first;
-3. ``exclude`` and ``with_modules`` rules, the last matching rule first;
-4. conditional rules (op, argument, values);
-5. ``white_list`` / ``black_list`` / ``with_ops``;
-6. the op table.
+1. what the model's code says, the innermost first: a ``precision(...)`` scope, a nested ``torch.autocast`` region, a
+   module marked by ``set_precision`` (a module called inside a region is inside it; a region in the forward of a
+   marked module is inside that module);
+2. ``exclude`` and ``with_modules`` rules, the last matching rule first; a region wins over the rule of a module
+   around it, and the rule of a module that is called in the region wins over the region;
+3. conditional rules (op, argument, values);
+4. ``white_list`` / ``black_list`` / ``with_ops``;
+5. the op table.
 """
 
 from __future__ import annotations

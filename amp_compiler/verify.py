@@ -68,8 +68,20 @@ def _normalized(gm: fx.GraphModule, ctx: Any, where: str) -> None:
     for node in gm.graph.nodes:
         if getattr(node.target, "__name__", "") in ("_enter_autocast", "_exit_autocast"):
             _fail(where, node, "is an autocast region that is still a node.")
+        if g.op_name(node) == "amp::scope":
+            _fail(where, node, "is a precision scope that is still a node.")
         if g.is_float_cast(node) and node.target is not torch.ops.aten.to.dtype:
             _fail(where, node, "is a cast in another spelling than aten.to.dtype.")
+
+
+def _origin(gm: fx.GraphModule, ctx: Any, where: str) -> None:
+    """A dtype can only have followed another where the trace says fp32 and the twin the low dtype."""
+    for node in gm.graph.nodes:
+        known = g.origin(node)
+        if known is None or not known.follows:
+            continue
+        if all(v is None or v.dtype is not torch.float32 for v in g.tensor_outputs(node)):
+            _fail(where, node, "is said to follow a dtype, but its value is not fp32.")
 
 
 def _assigned(gm: fx.GraphModule, ctx: Any, where: str) -> None:
@@ -165,6 +177,7 @@ def _folded(gm: fx.GraphModule, ctx: Any, where: str) -> None:
 CHECKS: Mapping[str, Callable[[fx.GraphModule, Any, str], None]] = {
     "captured": _captured,
     "normalized": _normalized,
+    "origin": _origin,
     "assigned": _assigned,
     "cast": _cast,
     "functional": _functional,

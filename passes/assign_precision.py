@@ -3,31 +3,38 @@
 It only annotates (``node.meta["amp"]``, a ``Decision``); no node and no traced value is changed.
 For each node, the first rule that applies:
 
-1. a cast that the author wrote: honoured as it stands
-2. nothing floating-point in it, or it creates a tensor: kept
+1. a cast that the author wrote: an explicit dtype is honoured as it stands; one that followed another tensor's
+   (``x.to(y.dtype)``, see ``mark_dtype_origin``) follows the precision assigned here
+2. nothing floating-point in it, or it creates a tensor: kept; one created in the dtype of another is low at O2, O3
 3. fp64 or complex among its inputs, or a sparse one: kept with the dtypes it was traced with
 4. it writes to an argument: runs in that argument's dtype (a cast copy would lose the write)
 5. a region, ``set_precision`` or module rule says a dtype: that dtype
 6. everything in it is low already: kept
-7. the policy's class of the op at the level (DESIGN §3), unless a constant does not fit the low dtype;
+7. the code takes another way in the low dtype, as the twin trace shows: fp32
+8. the author cast what it computes with to fp32: fp32 (a LOW op only if that is true of all its operands)
+9. the policy's class of the op at the level (DESIGN §3), unless a constant does not fit the low dtype;
    a FOLLOW op that answers (a comparison, an argmax, a sort with its indices) takes the widest of its inputs
    at every level, because rounding them could only change the answer
 
-With ``Policy.torch`` the lists and rules of torch.autocast replace 2 to 7.
+A number that is the limit of its dtype (``torch.finfo(x.dtype).min``) becomes the low dtype's own limit where the
+op is low, or where it would else turn into an inf or a 0 further on.
+With ``Policy.torch`` the lists and rules of torch.autocast replace 2 to 9.
 Requires: normalized. Ensures: assigned. A second run changes nothing.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from amp_compiler import constants
 from amp_compiler import graph as g
+from amp_compiler.constants import Held
 from amp_compiler.errors import BannedOpError
 from amp_compiler.graph import Decision, Mode
 from amp_compiler.ops import torch_lists
@@ -39,32 +46,53 @@ from .normalize import Region
 
 #: KEEP ops that hand on the values they get
 MOVES = ("lift_fresh_copy", "lift_fresh", "detach_", "to", "_to_copy", "type_as")
-#: names of float arguments that are values of the result, not settings of the computation (an eps, a momentum)
-VALUE_ARGUMENTS = ("value", "fill_value", "posinf", "neginf", "nan", "threshold", "min_val", "max_val")
 CASTS = ("to", "_to_copy", "type_as", "prims::convert_element_type")
+#: ops that make a tensor of one value, in a dtype that they name
+FILLS = ("zeros", "ones", "full", "empty", "eye", "scalar_tensor", "empty_strided")
+#: ops that make a tensor of one value, in the dtype of their input
+LIKE_FILLS = ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty")
+#: views that mean another thing in another dtype
+DTYPE_VIEWS = ("view.dtype", "view_as_complex", "view_as_real", "imag")
 #: in-place arithmetic that computes in the promoted dtype and rounds once into self
 NATIVE_INPLACE = ("add_", "sub_", "mul_", "div_", "copy_")
 #: higher-order ops whose body simply runs here: position of the body among the arguments
-TRANSPARENT = {"tag_activation_checkpoint": 0, "wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
+TRANSPARENT = {"tag_activation_checkpoint": 0, "wrap_with_set_grad_enabled": 1}
 AUTOGRAD_FUNCTION = "autograd_function_apply"
 
 
 def run(gm: fx.GraphModule, ctx: Context) -> bool:
-    return _Assign(gm, ctx).run()
+    before = {node: g.decision(node) for _, inner in g.all_graphs(gm) for node in inner.graph.nodes}
+    first = _Assign(gm, ctx)
+    first.run()
+    kept = first.limits_kept_in_fp32()
+    if kept:
+        _Assign(gm, ctx, own_limits=kept).run()
+    return any(g.decision(node) != old for node, old in before.items())
 
 
 class _Assign:
-    def __init__(self, gm: fx.GraphModule, ctx: Context, *, native: bool = False) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, ctx: Context, *, native: bool = False, own_limits: frozenset[fx.Node] = frozenset(),
+        carried: dict[fx.Node, Held] | None = None,
+    ) -> None:  # fmt: skip
         self.gm, self.ctx, self.policy = gm, ctx, ctx.policy
+        self.own_limits = own_limits  # nodes whose numbers stay what they were in fp32
         self.native = native  # a body that no policy governs (the backward of a custom function)
-        self.carried: dict[fx.Node, float] = {}  # values that hold a constant which the low dtype cannot
-        self.needs_fp32 = self.written_constants()
+        self.carried: dict[fx.Node, Held] = dict(carried or {})  # values that hold a constant which low cannot
+        self.asked: dict[fx.Node, str] = {}  # values that the author cast to fp32 or that come of such, and which
+        self.neutral: set[fx.Node] = set()  # floats made of integers, or by the model's code itself
+        self.by_name = {n.name: n for n in gm.graph.nodes}
+        self.written = g.written_nodes(gm.graph)
+        self.classes = g.alias_classes(gm.graph) if self.written else {}
+        self.lows = self.low_dtypes()
+        self.state = self.kept_between_calls()
+        like_autocast = self.policy.autocast_device is not None or self.policy.level == "O0"
+        self.values = {} if like_autocast else constants.evaluate(gm, self.written, self.limits)
+        self.needs_fp32 = self.makers_in_fp32() if self.policy.autocast_device is None else {}
 
-    def run(self, inputs: Sequence[torch.dtype | None] | None = None) -> bool:
-        modified = False
+    def run(self, inputs: Sequence[torch.dtype | None] | None = None) -> None:
         place = 0
         for node in self.gm.graph.nodes:
-            old = g.decision(node)
             if node.op == "placeholder":
                 known = inputs[place] if inputs is not None and place < len(inputs) else None
                 out = (known,) if known is not None else _traced(node)
@@ -75,14 +103,66 @@ class _Assign:
                     Mode.NATIVE, None, "a constant: keeps its dtype", out=_traced(node), rule="input"
                 )
             elif node.op == "call_function":
-                new = self.decide(node)
+                new = self.with_numbers(node, self.decide(node))
             else:
                 continue
             self.carry(node, new)
-            if old != new:
-                g.decide(node, new)
-                modified = True
-        return modified
+            self.note_asked(node, new)
+            g.decide(node, new)
+
+    def low_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Every low dtype that some part of the graph may run in."""
+        found = {self.policy.low, *self.ctx.module_precision.values(), *(dtype for _, dtype in self.policy.modules)}
+        regions = (node.meta.get(g.REGION) for node in self.gm.graph.nodes)
+        found |= {region.dtype for region in regions if isinstance(region, Region) and region.dtype is not None}
+        return tuple(dtype for dtype in g.LOW_DTYPES if dtype in found)
+
+    def kept_between_calls(self) -> set[fx.Node]:
+        """The nodes between a value that the model keeps and the one that replaces it."""
+        nodes = list(self.gm.graph.nodes)
+        places = [n for n in nodes if n.op == "placeholder"]
+        results = pytree.tree_leaves(nodes[-1].args[0]) if nodes and nodes[-1].op == "output" else []
+        found: set[fx.Node] = set()
+        for new, old in self.gm.meta.get(g.STATE, []):
+            after, before = {places[old]}, {results[new]}
+            for node in nodes:
+                if any(a in after for a in node.all_input_nodes):
+                    after.add(node)
+            for node in reversed(nodes):
+                if any(u in before for u in node.users):
+                    before.add(node)
+            found |= after & (before | {results[new]})
+        return found
+
+    def limits_kept_in_fp32(self) -> frozenset[fx.Node]:
+        """Nodes whose number became the low dtype's limit, while all that computes with it turned out to be fp32:
+        there the fp32 limit is right (a row that is masked whole has equal weights only with the limit itself)."""
+        found = set()
+        for node in self.gm.graph.nodes:
+            known = g.decision(node)
+            if known is None or not known.numbers or node in self.own_limits:
+                continue
+            if known.precision in g.LOW_DTYPES and known.rule != "creation" and known.cls is not OpClass.EXACT:
+                continue
+            seen, todo = set(), list(node.users)
+            while todo:
+                user = todo.pop()
+                if user not in seen:
+                    seen.add(user)
+                    todo += list(user.users) if self.passes_on(user) else ()
+            if all(self.is_fp32(user) for user in seen if not self.passes_on(user)):
+                found.add(node)
+        return frozenset(found)
+
+    @staticmethod
+    def passes_on(node: fx.Node) -> bool:
+        known = g.decision(node)
+        return known is not None and (known.cls is OpClass.EXACT or known.rule in ("author", "follows", "getitem"))
+
+    @staticmethod
+    def is_fp32(node: fx.Node) -> bool:
+        known = g.decision(node)
+        return known is not None and known.mode is Mode.CAST and known.precision is torch.float32
 
     # ------------------------------------------------------------------------------------ one node
 
@@ -93,17 +173,15 @@ class _Assign:
         if g.is_higher_order(node):
             return self.higher_order(node)
         if name in CASTS:
-            out = _traced(node)
-            return Decision(Mode.NATIVE, out[0] if out else None, "a cast that the model's code asks for",
-                            out=out, rule="author")  # fmt: skip
+            return self.author_cast(node)
+        if node in self.written and self.is_view(node) and self.policy.autocast_device is None:
+            return self.as_it_comes(node, "a view of what is written to: takes it as it is", "view")
         floats = [(n, a) for n, a in g.tensor_args(node) if g.is_eligible(g.tensor_of(a))]
         if self.policy.level == "O0":
             return self.as_it_comes(node, "level O0: untouched", "level")
         if not floats:
             if any(v is not None and v.dtype.is_floating_point for v in g.tensor_outputs(node)):
-                return self.as_it_comes(
-                    node, "makes a tensor: keeps the dtype it was traced with", "creation"
-                )
+                return self.creation(node, name)
             return self.as_it_comes(node, "no floating-point input", "no_float")
         if self.native:
             return self.as_it_comes(
@@ -112,6 +190,129 @@ class _Assign:
         if self.policy.autocast_device is not None:
             return self.like_autocast(node, name, floats)
         return self.by_level(node, name, floats)
+
+    def author_cast(self, node: fx.Node) -> Decision:
+        out, known = _traced(node), g.origin(node)
+        dtype = out[0] if out else None
+        shared = node in self.written and self.is_view(node)
+        shared |= self.native and self.policy.autocast_device is None  # a body that stays as it is
+        if self.policy.level == "O0" or known is None or not known.follows or known.unsure or shared:
+            return Decision(Mode.NATIVE, dtype, "a cast that the model's code asks for", out=out, rule="author")
+        dtype = self.followed(node)
+        reason = f"a cast to the dtype of another value, which is {dtype_name(dtype)}"
+        return Decision(Mode.NATIVE, dtype, reason, out=(dtype,), rule="follows", named=dtype)
+
+    def creation(self, node: fx.Node, name: str) -> Decision:
+        known, low = g.origin(node), self.region_low(node)
+        follows = known is not None and known.follows and name in FILLS and self.counts_as_low(node)
+        if follows and self.fits_into(node, low):
+            reason = f"made in the dtype of another value, which is {dtype_name(low)}"
+            return Decision(Mode.NATIVE, low, reason, out=(low,), rule="creation", named=low)
+        return self.as_it_comes(node, "makes a tensor: keeps the dtype it was traced with", "creation")
+
+    # ------------------------------------------------------------------ what followed a dtype, and what did not
+
+    def region_low(self, node: fx.Node) -> torch.dtype:
+        forced = self.forced_dtype(node)
+        return forced[0] if forced is not None else self.policy.low
+
+    def counts_as_low(self, node: fx.Node) -> bool:
+        """At O2 and O3 the model's code sees a low model, unless a region or a module rule says fp32."""
+        by_level = self.policy.level in ("O2", "O3") and self.policy.autocast_device is None
+        return by_level and self.region_low(node) in g.LOW_DTYPES
+
+    def followed(self, node: fx.Node) -> torch.dtype:
+        """The dtype that ``x.to(y.dtype)`` stands for: at O2 and O3 the low one, else that of ``y``. Where it is not
+        known which tensor was asked, the dtype in which ``x`` left the low path (``x.float()`` … and back)."""
+        source, known = node.args[0], g.origin(node)
+        assert isinstance(source, fx.Node)
+        assert known is not None
+        value, forced = g.tensor_of(source), self.forced_dtype(node)
+        asked = g.dtype_of(self.by_name[known.of]) if known.of in self.by_name else None
+        if self.policy.autocast_device is not None and asked is not None:
+            return asked
+        if value is None or not (g.is_eligible(value) or value.dtype is torch.bool):
+            return torch.float32  # integers: the low dtype may not hold them
+        if forced is not None and forced[3]:
+            return forced[0]
+        if self.counts_as_low(node):
+            return self.region_low(node)
+        if asked is not None:
+            return asked
+        borders = list(self.low_border(source))
+        inner = [n for n in borders if n.op == "call_function"] or borders
+        return _widest([g.dtype_of(n) for n in inner])
+
+    def low_border(self, node: fx.Node) -> Iterator[fx.Node]:
+        """The nearest values at or before ``node`` that are low in the twin."""
+        seen, todo = set(), [node]
+        while todo:
+            node = todo.pop()
+            value, known = g.tensor_of(node), g.origin(node)
+            if node in seen or not g.is_eligible(value):
+                continue
+            seen.add(node)
+            if known is None or known.twin in g.LOW_DTYPES:
+                yield node
+            else:
+                todo += [n for n in node.all_input_nodes if g.tensor_of(n) is not None]
+
+    def note_asked(self, node: fx.Node, known: Decision) -> None:
+        """Spread what the author asked for: values cast to fp32 by hand, and all that is computed with them."""
+        if self.policy.autocast_device is not None:
+            return
+        if node in self.values and known.precision not in g.LOW_DTYPES:
+            self.neutral.add(node)
+        if node.op != "call_function":
+            return
+        if torch.float32 not in known.out:
+            return
+        floats = [a for _, a in g.tensor_args(node) if g.is_eligible(g.tensor_of(a))]
+        if g.is_getitem(node):
+            floats = list(node.all_input_nodes)
+        if known.rule == "creation" or not floats:
+            self.neutral.add(node)
+        elif known.rule in ("author", "explicit_dtype"):
+            self.asked[node] = f"{floats[0].name}, which the model's code casts to float32"
+        elif known.rule != "follows" and (asked := next((self.asked[a] for a in floats if a in self.asked), "")):
+            self.asked[node] = asked
+        elif all(a in self.neutral for a in floats):
+            self.neutral.add(node)
+
+    def asked_for(self, floats: list[tuple[str, fx.Node]], *, whole: bool) -> str:
+        """Which of ``floats`` the author cast to fp32; with ``whole``, only if none is otherwise."""
+        found = [self.asked[a] for _, a in floats if a in self.asked]
+        if not found or (whole and any(a not in self.asked and a not in self.neutral for _, a in floats)):
+            return ""
+        return found[0]
+
+    def scalars(self, node: fx.Node, creation: bool = False) -> list[float]:
+        """The numbers of an op; one that is the limit of its dtype counts as the low dtype's."""
+        return constants.scalars(node, creation, self.limits(node))
+
+    def fits_into(self, node: fx.Node, low: torch.dtype) -> bool:
+        """Whether an op that makes a tensor can make it in the low dtype."""
+        return node not in self.needs_fp32 and all(constants.fits(v, low) for v in self.scalars(node, creation=True))
+
+    def limits(self, node: fx.Node) -> dict[str, float]:
+        """Numbers of an op that are the low dtype's limits instead of fp32's."""
+        known = g.origin(node) if self.policy.autocast_device is None and node not in self.own_limits else None
+        return dict(known.numbers) if known is not None else {}
+
+    def with_numbers(self, node: fx.Node, new: Decision) -> Decision:
+        """Numbers that followed a dtype follow the op's precision, or the low dtype's range where that matters."""
+        known = g.origin(node)
+        untouched = self.policy.autocast_device is not None or self.policy.level == "O0" or node in self.own_limits
+        if known is None or not known.numbers or untouched or self.region_low(node) not in g.LOW_DTYPES:
+            return new
+        given = dict(g.schema_args(node))
+        low = any(d in g.LOW_DTYPES for d in new.out)
+        chosen = tuple((n, v) for n, v in known.numbers if low or not constants.fits(float(given[n]), self.policy.low))
+        if not chosen:
+            return new
+        name, value = chosen[0]
+        reason = f"{new.reason}; {given[name]:g} was the limit of its dtype and is now {value:g}"
+        return replace(new, numbers=chosen, reason=reason)
 
     def by_level(self, node: fx.Node, name: str, floats: list[tuple[str, fx.Node]]) -> Decision:
         choice = self.policy.classify(name)
@@ -127,13 +328,21 @@ class _Assign:
                 what = "sparse" if value.layout is not torch.strided else dtype_name(value.dtype)
                 return self.as_traced(node, f"has a {what} input, which is never touched", "untouched")
         if choice.cls is OpClass.KEEP:
-            return self.as_traced(node, choice.reason, choice.rule, choice)
-        if dict(g.schema_args(node)).get("dtype") is not None:
+            if name in LIKE_FILLS and self.fits_into(node, self.policy.low) and not _names_dtype(node):
+                return self.as_it_comes(node, "makes a tensor like another, in its dtype", "creation", choice)
+            rule = "creation" if name in LIKE_FILLS else choice.rule
+            return self.as_traced(node, choice.reason, rule, choice)
+        if g.all_args(node).get("sparse") is True:
+            reason = "its gradient is sparse, and no cast takes a sparse gradient"
+            return self.as_traced(node, reason, "untouched", choice)
+        if _names_dtype(node):
             return self.as_it_comes(
                 node, "an explicit dtype= argument wins", "explicit_dtype", choice, traced_out=True
             )
         if choice.row is not None and choice.row.keep_args:
             floats = [(n, a) for n, a in floats if n not in choice.row.keep_args] or floats
+        if node in self.needs_fp32:
+            return self.cast(node, torch.float32, self.needs_fp32[node], "constant", choice)
         forced = self.forced_dtype(node)
         low = self.policy.low
         if forced is not None:
@@ -145,9 +354,9 @@ class _Assign:
             low = dtype
         if all(a_val.dtype in g.LOW_DTYPES for _, a in floats if (a_val := g.tensor_of(a)) is not None):
             return self.as_traced(node, "low precision in the model as it was written", "already_low", choice)
-        if node in self.needs_fp32:
-            reason = f"the constant {self.needs_fp32[node]:g}, written into its result, does not fit {dtype_name(low)}"
-            return self.cast(node, torch.float32, reason, "constant", choice)
+        unsure = origin.unsure if (origin := g.origin(node)) is not None else ""
+        if unsure:
+            return self.cast(node, torch.float32, f"kept in fp32: {unsure}", "unsure", choice)
         if choice.cls is OpClass.EXACT:
             return self.exact(node, floats, choice)
         named = g.all_args(node)
@@ -165,6 +374,16 @@ class _Assign:
         level, cls, row = self.policy.level, choice.cls, choice.row
         flows = {g.dtype_of(a) for _, a in floats}
         answers = g.answers(node)
+        if not answers and choice.rule == "table" and all(a in self.neutral for _, a in floats):
+            reason = "made of constants of the model's code alone: fp32 until it meets another value"
+            return self.cast(node, torch.float32, reason, "neutral", choice)
+        if node in self.state and cls is OpClass.FOLLOW:
+            reason = "its result replaces a value that the model keeps between calls, where roundings add up"
+            return self.cast(node, torch.float32, reason, "state", choice)
+        asked = self.asked_for(floats, whole=cls is OpClass.LOW)
+        by_list = choice.rule in ("white_list", "black_list")
+        if asked and not by_list and (cls is OpClass.LOW or level == "O3" or (cls is OpClass.FOLLOW and level == "O2")):
+            return self.cast(node, torch.float32, f"computes with {asked}", "asked", choice)
         if cls is OpClass.LOW or (cls is OpClass.FOLLOW and level in ("O2", "O3") and not answers):
             return self.checked(node, name, low, choice.reason, choice.rule, choice, floats)
         if cls is OpClass.FP32 and level == "O3" and choice.rule == "table":
@@ -198,7 +417,9 @@ class _Assign:
         return self.cast(node, torch.float32, f"follows {source.name}, which is fp32", choice.rule, choice)
 
     def exact(self, node: fx.Node, floats: list[tuple[str, fx.Node]], choice: Choice) -> Decision:
-        dtype = _widest([g.dtype_of(a) for _, a in floats])
+        given = [a for _, a in floats]
+        filled = [a for a in given if not _is_empty(a)] or given  # an empty KV cache decides nothing
+        dtype = _widest([g.dtype_of(a) for a in filled])
         if dtype in g.LOW_DTYPES:
             return self.checked(
                 node,
@@ -225,63 +446,128 @@ class _Assign:
             if g.has_integer_operand(node) and any(map(g.is_eligible, g.tensor_outputs(node))):
                 reason = "computes with integers, which the low dtype may not hold: kept in fp32"
                 return self.cast(node, torch.float32, reason, "constant", choice)
-            misfit = self.misfit(node, dtype, floats)
+            misfit = self.misfit(node, dtype, floats, choice.cls)
             if misfit is not None:
                 reason = f"the constant {misfit:g} is not representable in {dtype_name(dtype)}: kept in fp32"
                 return self.cast(node, torch.float32, reason, "constant", choice)
         return self.cast(node, dtype, reason, rule, choice)
 
-    def misfit(self, node: fx.Node, dtype: torch.dtype, floats: list[tuple[str, fx.Node]]) -> float | None:
+    def misfit(
+        self, node: fx.Node, dtype: torch.dtype, floats: list[tuple[str, fx.Node]], cls: OpClass | None = None
+    ) -> float | None:
         """A constant among the arguments, or carried by one of them, that ``dtype`` cannot hold."""
-        for value in _scalars(node):
-            if not _fits(value, dtype):
+        for value in self.scalars(node):
+            if not constants.fits(value, dtype):
                 return value
         for _, arg in floats:
-            value = self.carried.get(arg, 0.0)
-            if not _fits(value, dtype):
-                return value
+            held = self.carried.get(arg)
+            if held is None or held.survives(dtype):
+                continue
+            if cls is OpClass.LOW and held.placed and abs(held.value) < 1:
+                continue  # a product does not care for an eps that was added to its operand
+            return held.value
         return None
 
     def carry(self, node: fx.Node, known: Decision) -> None:
         """Note which values hold a constant that does not fit, so that no later op rounds it to inf or 0.
 
-        Such constants start in constant tensors, creation ops and ops kept in fp32 for a scalar. They go through
-        ops that move or select values; one that is too large also goes through arithmetic (a mask added to
-        scores), one that is too small does not (the sum of an eps and something else is no eps).
+        Such constants are what the code computes without any input, and scalars that an op in fp32 puts into its
+        result. They go through ops that move or select values; one that is too large also goes through arithmetic (a
+        mask added to scores), one that is too small does not (the sum of an eps and something else is no eps), but its
+        reciprocal is too large for the op that takes it.
         """
-        low = self.policy.low
         if self.policy.autocast_device is not None or known.precision in g.LOW_DTYPES:
             return
-        if node.op == "get_attr":
-            held = _extremes(getattr(self.gm, str(node.target), None))
-        elif node.op != "call_function":
-            return
-        elif known.rule in ("creation", "constant"):
-            held = _scalars(node, creation=known.rule == "creation")
-        else:
-            held = []
-        moves = known.cls is OpClass.EXACT or g.op_name(node) in MOVES
-        arithmetic = known.cls is OpClass.FOLLOW
-        for _, arg in g.tensor_args(node) if moves or arithmetic or known.rule == "constant" else ():
-            value = self.carried.get(arg)
-            if value is not None and (moves or abs(value) > 1):
-                held.append(value)
-        misfits = [v for v in held if not _fits(v, low)]
-        if misfits:
-            self.carried[node] = max(misfits, key=abs)
+        name, made = g.op_name(node), known.rule == "creation"
+        held: list[Held] = constants.hardest(self.values[node]) if node in self.values else []
+        if node.op == "call_function" and node not in self.values:
+            if made or known.rule in ("constant", "neutral", "in_place") or name in constants.PLACE:
+                held += [Held(v, placed=not made) for v in self.scalars(node, creation=made)]
+            moves = known.rule == "in_place" or known.cls is OpClass.EXACT or name in MOVES
+            arithmetic = known.cls is OpClass.FOLLOW or known.rule in ("constant", "neutral")
+            for _, arg in g.tensor_args(node):
+                value = self.carried.get(arg)
+                if value is None:
+                    continue
+                if moves:
+                    held.append(value)
+                elif arithmetic and abs(value.value) > 1 and (not value.once or len(list(g.tensor_args(node))) == 1):
+                    held.append(Held(value.value, placed=True, once=value.once))
+                if name in constants.POWERS and value.value > 0:
+                    held.append(Held(value.value ** constants.POWERS[name], placed=True, once=True))
+        self.hold(node, held, in_place=known.rule == "in_place")
 
-    def written_constants(self) -> dict[fx.Node, float]:
-        """Nodes whose result is later written to, in place, with a constant that the low dtype cannot hold."""
-        low, found = self.policy.low, {}
-        writes = [n for n in self.gm.graph.nodes if n.op == "call_function" and g.mutated_args(n)]
-        misfits = [(n, value) for n in writes if (value := self.misfit(n, low, [])) is not None]
+    def hold(self, node: fx.Node, held: list[Held], in_place: bool = False) -> None:
+        misfits = [h for h in held if not all(h.survives(low) for low in self.lows)]
         if misfits:
-            classes = g.alias_classes(self.gm.graph)
-            makers: dict[int, fx.Node] = {}
-            for node in self.gm.graph.nodes:
-                makers.setdefault(classes[node], node)
-            found = {makers[classes[node]]: value for node, value in misfits}
+            self.carried[node] = max(misfits, key=lambda h: abs(h.value))
+            if in_place:  # what was written into is read by its own name
+                shared = [n for n, number in self.classes.items() if number == self.classes[node]]
+                self.carried.update(dict.fromkeys(shared, self.carried[node]))
+
+    def makers_in_fp32(self) -> dict[fx.Node, str]:
+        """Nodes that must run in fp32 because of what is later written into their result, or through which view."""
+        if not self.written:
+            return {}
+        classes = g.alias_classes(self.gm.graph)
+        makers: dict[int, fx.Node] = {}
+        for node in self.gm.graph.nodes:
+            makers.setdefault(classes[node], node)
+        found: dict[fx.Node, str] = {}
+        low = dtype_name(self.policy.low)
+        given_to_us = dict(self.carried)
+        self.moved_constants()
+        for node in self.gm.graph.nodes:
+            if node.op != "call_function" or node not in self.written:
+                continue
+            given = [(n, a) for n, a in g.tensor_args(node) if n not in g.mutated_args(node)]
+            value = self.misfit(node, self.policy.low, given) if g.mutated_args(node) else None
+            if g.mutated_args(node) and "::" in g.op_name(node):
+                found[makers[classes[node]]] = f"{g.op_name(node)}, a custom op, writes to it"
+            elif value is not None:
+                found[makers[classes[node]]] = f"the constant {value:g}, written into its result, does not fit {low}"
+            elif self.is_view(node) and g.op_name(node) in CASTS and self.split_by(node, classes):
+                found[makers[classes[node]]] = f"{node.name} is one tensor with it, and one of the two is written to"
+            elif self.is_view(node) and g.overload_name(node) in DTYPE_VIEWS:
+                found[makers[classes[node]]] = f"{node.name} looks at its bytes, and they are written to"
+        self.carried = given_to_us
         return found
+
+    def moved_constants(self) -> None:
+        """Where ops that only move values take constants, before anything is decided."""
+        for node in self.gm.graph.nodes:
+            if node in self.values:
+                self.hold(node, constants.hardest(self.values[node]))
+            elif node.op == "call_function" and not g.is_higher_order(node):
+                moves = g.op_name(node) in MOVES or self.policy.classify(g.op_name(node)).cls is OpClass.EXACT
+                floats = [a for _, a in g.tensor_args(node) if g.is_eligible(g.tensor_of(a))]
+                if moves:
+                    self.hold(node, [self.carried[a] for a in floats if a in self.carried])
+                elif not floats:
+                    self.hold(node, [Held(v) for v in self.scalars(node, creation=True)])
+
+    def is_view(self, node: fx.Node) -> bool:
+        """True for a node that may give back memory of an argument."""
+        classes = self.classes
+        return not g.mutated_args(node) and any(classes[node] == classes[a] for _, a in g.tensor_args(node))
+
+    def split_by(self, cast: fx.Node, classes: dict[fx.Node, int]) -> bool:
+        """Whether it can be seen that a cast to the same dtype gave back its input: one of the two is written to and
+        the other read afterwards. In low precision the cast would be a copy, and the write lost."""
+        members = [n for n, number in classes.items() if number == classes[cast]]
+        behind = {cast}
+        for node in members:
+            if any(a in behind for _, a in g.tensor_args(node)):
+                behind.add(node)
+        order = {n: k for k, n in enumerate(self.gm.graph.nodes)}
+        for node in members:
+            for user in node.users:
+                written = {a for name, a in g.tensor_args(user) if name in g.mutated_args(user)}
+                if node in written:
+                    other = [m for m in members if (m in behind) != (node in behind)]
+                    if any(m.op != "call_function" or order[u] > order[user] for m in other for u in m.users):
+                        return True
+        return False
 
     def in_place(
         self,
@@ -308,28 +594,25 @@ class _Assign:
         """(dtype, reason, rule, whole): what a region or a module rule says; whole is False when it only
         changes which low dtype the classes use."""
         region = node.meta.get(g.REGION)
+        depth = region.depth if isinstance(region, Region) else 0
+        paths = [path for path, _ in g.module_stack(node)]
+        if "" not in paths:
+            paths.insert(0, "")  # the model itself
+            depth += isinstance(region, Region)
+        for index in range(len(paths) - 1, depth - 1, -1):  # a module called in the region is inside it
+            dtype = self.ctx.module_precision.get(paths[index])
+            if dtype is not None:
+                named = f"set_precision({paths[index] or 'the model'}, {dtype_name(dtype)})"
+                return dtype, named, "set_precision", True
+        for path in reversed(paths[depth:]) if self.policy.modules else ():
+            rule = self.policy.module_rule(path)
+            if rule is not None and not any(self.policy.module_rule(p) == rule for p in paths[:depth]):
+                return rule[1], f"module rule '{rule[0]}': {dtype_name(rule[1])}", "module_rule", True
         if isinstance(region, Region):
             if region.kind == "autocast" and region.dtype is not None:
                 low = region.dtype if region.dtype in g.LOW_DTYPES else torch.float32
                 return low, str(region), "region", low is torch.float32
             return region.dtype or torch.float32, str(region), "region", True
-        paths = [path for path, _ in reversed(g.module_stack(node))]
-        if "" not in paths:
-            paths.append("")  # the model itself
-        for path in paths:
-            if path in self.ctx.module_precision:
-                dtype = self.ctx.module_precision[path]
-                return (
-                    dtype,
-                    f"set_precision({path or 'the model'}, {dtype_name(dtype)})",
-                    "set_precision",
-                    True,
-                )
-        if self.policy.modules:
-            for path in paths:
-                rule = self.policy.module_rule(path)
-                if rule is not None:
-                    return rule[1], f"module rule '{rule[0]}': {dtype_name(rule[1])}", "module_rule", True
         return None
 
     # ------------------------------------------------------------------------------ torch.autocast
@@ -341,13 +624,16 @@ class _Assign:
         region = node.meta.get(g.REGION)
         low = self.policy.low
         forced = self.forced_dtype(node)
-        if isinstance(region, Region) and region.kind == "autocast":
+        written = g.mutated_args(node)
+        listed = self.policy.classify(name)
+        if isinstance(region, Region) and region.kind == "autocast" and (forced is None or forced[2] == "region"):
             if region.dtype is None:
                 return self.as_it_comes(node, str(region), "region")
             low = region.dtype
-        elif forced is not None and not g.mutated_args(node):
+        elif forced is not None and not written and not (node in self.written and self.is_view(node)):
             return self.cast(node, forced[0], forced[1], forced[2])
-        listed = self.policy.classify(name)
+        if written and listed.rule in ("white_list", "black_list"):
+            return self.in_place(node, name, floats, written, listed)
         if listed.rule in ("white_list", "black_list"):
             return self.cast(
                 node, low if listed.cls is OpClass.LOW else torch.float32, listed.reason, listed.rule
@@ -360,7 +646,7 @@ class _Assign:
         if overload in lists["low"]:
             return self.cast(node, low, "torch.autocast casts it to low", "autocast")
         if overload in lists["fp32_set_dtype"]:
-            if dict(g.schema_args(node)).get("dtype") is not None:
+            if _names_dtype(node):
                 return self.as_it_comes(
                     node, "an explicit dtype= argument wins", "explicit_dtype", traced_out=True
                 )
@@ -382,8 +668,7 @@ class _Assign:
         like_autocast = self.policy.autocast_device is not None
         if name in TRANSPARENT and bodies:
             given = node.args[TRANSPARENT[name] + 1 :]
-            native = self.native or name == "wrap_with_autocast"
-            _Assign(bodies[0], self.ctx, native=native).run([_flow(a) for a in given])
+            self.inside(node, bodies[0], native=self.native).run([_flow(a) for a in given])
             return Decision(Mode.NATIVE, None, f"{name}: its body has precisions of its own",
                             out=_body_outputs(bodies[0]), rule="transparent")  # fmt: skip
         if name == AUTOGRAD_FUNCTION and len(bodies) == 2 and like_autocast and not self.native:
@@ -402,9 +687,15 @@ class _Assign:
                 node, "a custom autograd function: forward and backward keep their dtypes", "opaque"
             )
         for body in bodies:
-            _Assign(body, self.ctx, native=self.native).run()
+            self.inside(node, body, native=self.native).run()
         return self.as_traced(node, f"{name}: values keep their dtypes at its border, its bodies are rewritten",
                               "sealed")  # fmt: skip
+
+    def inside(self, node: fx.Node, body: fx.GraphModule, *, native: bool) -> _Assign:
+        """The same for a graph inside a node; it knows which of its inputs hold constants."""
+        pairs = list(g.operands(node, body))
+        held = {place: self.carried[given] for place, given in pairs if given in self.carried}
+        return _Assign(body, self.ctx, native=native, carried=held)
 
     # ------------------------------------------------------------------------------------ outcomes
 
@@ -413,14 +704,16 @@ class _Assign:
         keep: tuple[str, ...] = (),
     ) -> Decision:  # fmt: skip
         row = choice.row if choice is not None else None
-        explicit = dict(g.schema_args(node)).get("dtype") is not None
+        explicit = _names_dtype(node)
+        follows = not explicit and dict(g.schema_args(node)).get("dtype") is not None
         out = tuple(
             None if v is None else dtype if g.is_eligible(v) and not explicit else v.dtype
             for v in g.tensor_outputs(node)
         )
         # a module forced to fp32 casts what autocast would not touch, except arguments that never are
         kept = keep + (row.keep_args if row is not None else ())
-        return Decision(Mode.CAST, dtype, reason, choice.cls if choice else None, out, kept, rule)
+        named = dtype if follows else None
+        return Decision(Mode.CAST, dtype, reason, choice.cls if choice else None, out, kept, rule, named)
 
     def as_traced(self, node: fx.Node, reason: str, rule: str, choice: Choice | None = None) -> Decision:
         out = _traced(node)
@@ -445,6 +738,11 @@ class _Assign:
 
 def _traced(node: fx.Node) -> tuple[torch.dtype | None, ...]:
     return tuple(None if v is None else v.dtype for v in g.tensor_outputs(node))
+
+
+def _is_empty(node: fx.Node) -> bool:
+    value = g.tensor_of(node)
+    return value is not None and any(type(size) is int and size == 0 for size in value.shape)
 
 
 def _flow(value: Any) -> torch.dtype | None:
@@ -491,36 +789,10 @@ def _widest(dtypes: Sequence[torch.dtype | None]) -> torch.dtype:
     return known.pop() if len(known) == 1 else torch.float32
 
 
-def _scalars(node: fx.Node, creation: bool = False) -> list[float]:
-    """The Python numbers that take part in an op's arithmetic or end up in its result."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return []
-    kinds = {a.name: str(a.type) for a in node.target._schema.arguments}
-    found = []
-    for name, value in g.schema_args(node):
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            continue
-        kind = kinds.get(name, "")
-        computes = kind in ("Tensor", "number", "Optional[number]") and not creation
-        if computes or name in VALUE_ARGUMENTS or (creation and name == "s"):
-            found.append(float(value))
-    return found
-
-
-def _extremes(value: Any) -> list[float]:
-    """The largest and the smallest magnitude of a constant tensor, zeros, infs and NaNs left out."""
-    if type(value) is not torch.Tensor or not value.dtype.is_floating_point or value.numel() == 0:
-        return []
-    finite = value.detach()[value.isfinite() & (value != 0)].abs()
-    return [float(finite.max()), float(finite.min())] if finite.numel() else []
-
-
-def _fits(value: float, dtype: torch.dtype) -> bool:
-    """True unless rounding turns a finite value to inf, or to 0 from something else."""
-    if value == 0 or not math.isfinite(value):
-        return True
-    rounded = float(torch.tensor(value, dtype=torch.float64).to(dtype))
-    return rounded != 0 and math.isfinite(rounded)
+def _names_dtype(node: fx.Node) -> bool:
+    """True where the author gave an op a ``dtype=`` of their own choice."""
+    known = g.origin(node)
+    return dict(g.schema_args(node)).get("dtype") is not None and not (known is not None and known.follows)
 
 
 def _output_values(gm: fx.GraphModule) -> Any:

@@ -27,6 +27,10 @@ class Context:
     keep_output_dtypes: bool = True
     #: path -> precision of each module that ``set_precision`` marked
     module_precision: Mapping[str, torch.dtype] = field(default_factory=dict)
+    #: the same code traced in the low dtype (``capture/twin.py``), where it can depend on dtypes at all
+    twin: fx.GraphModule | None = None
+    #: what passes want the user to know; the caller warns and puts it into the report
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
 """insert_casts: make the graph do what ``assign_precision`` decided.
 
-0. a cast of the author's to the dtype that its source has anyway  →  its source
+0. a dtype or a number that followed a dtype  →  the one decided for it; then a cast of the author's to the dtype
+   that its source has anyway  →  its source
 1. ``linear(x, w)`` decided low  →  ``x_low = cast(x); w_low = cast(w); linear(x_low, w_low)``
 2. each cast stands immediately before the op that needs it, one for each use, so that autograd adds up
    gradients where torch.autocast's would (they are merged after autodiff, by ``fold_casts``)
-3. a parameter (a leaf that needs a gradient) is cast once, before its first use
+3. a parameter (a leaf that needs a gradient) is cast once, before its first use, unless it is written to
 4. a node kept "as traced" gets its arguments back in the dtypes that it was traced with
 5. outputs get the dtype that the fp32 model gave them, unless ``keep_output_dtypes`` is off
 
@@ -12,6 +13,9 @@ Afterwards ``node.meta["val"]`` is what each node really gives. Requires: assign
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -31,13 +35,15 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
 
 def _insert(gm: fx.GraphModule, keep_outputs: bool) -> bool:
     graph = gm.graph
-    modified = _drop_empty_casts(graph)
+    modified = _arguments(graph)
+    modified |= _drop_empty_casts(graph)
     parameters: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+    written = g.written_nodes(graph)
 
     def cast(value: fx.Node, dtype: torch.dtype, consumer: fx.Node) -> fx.Node:
         nonlocal modified
         modified = True
-        shared = _is_parameter(value)
+        shared = _is_parameter(value) and value not in written
         if shared and (value, dtype) in parameters:
             return parameters[value, dtype]
         with graph.inserting_before(consumer):
@@ -55,8 +61,8 @@ def _insert(gm: fx.GraphModule, keep_outputs: bool) -> bool:
 
     for node in list(graph.nodes):
         if node.op == "output":
-            if keep_outputs:
-                modified |= _restore_outputs(node, cast)
+            state = {position for position, _ in gm.meta.get(g.STATE, [])}
+            modified |= _restore_outputs(gm, node, cast, None if keep_outputs else state)
             continue
         known = g.decision(node)
         if known is None or node.op != "call_function" or known.mode is Mode.NATIVE:
@@ -74,6 +80,26 @@ def _insert(gm: fx.GraphModule, keep_outputs: bool) -> bool:
     _update_values(gm)
     if modified:
         gm.recompile()
+    return modified
+
+
+def _arguments(graph: fx.Graph) -> bool:
+    """Dtype and number arguments as decided."""
+    modified = False
+    for node in graph.nodes:
+        known = g.decision(node)
+        if known is None or (known.named is None and not known.numbers):
+            continue
+        wanted: dict[str, Any] = dict(known.numbers)
+        if known.named is not None:
+            wanted["dtype"] = known.named
+        for position, (name, value) in enumerate(list(g.schema_args(node))):
+            if name in wanted and value != wanted[name]:
+                modified = True
+                if position < len(node.args):
+                    node.update_arg(position, wanted[name])
+                else:
+                    node.update_kwarg(name, wanted[name])
     return modified
 
 
@@ -106,22 +132,58 @@ def _is_parameter(node: fx.Node) -> bool:
     return node.op in ("placeholder", "get_attr") and bool(node.meta.get(g.PARAMETER))
 
 
-def _restore_outputs(node: fx.Node, cast: object) -> bool:
-    assert callable(cast)
-    modified = False
+def _restore_outputs(gm: fx.GraphModule, node: fx.Node, cast: Any, only: set[int] | None) -> bool:
+    """Give each output the dtype that the model gives it: as traced, or as ``gm.meta`` says where tracing lost it.
 
-    def restore(value: fx.Node) -> fx.Node:
-        nonlocal modified
-        traced, has = g.tensor_of(value), g.dtype_of(value)
-        if traced is None or has is None or traced.dtype == has or g.decision(value) is None:
-            return value
-        modified = True
-        new = cast(value, traced.dtype, node)
-        assert isinstance(new, fx.Node)
-        return new
+    ``only``: positions to look at. Outputs that are views of one value stay views of one value.
+    """
+    flat, spec = pytree.tree_flatten(node.args[0])
+    given = gm.meta.get(g.OUTPUT_DTYPES, [])
+    dtypes = given if len(given) == len(flat) else [None] * len(flat)
+    wanted: dict[int, torch.dtype] = {}
+    for index, (value, dtype) in enumerate(zip(flat, dtypes, strict=True)):
+        traced, has = (g.tensor_of(value), g.dtype_of(value)) if isinstance(value, fx.Node) else (None, None)
+        if traced is None or has is None or not g.is_eligible(traced) or g.decision(value) is None:
+            continue
+        if has != (want := dtype or traced.dtype) and (only is None or index in only):
+            wanted[index] = want
+    if not wanted:
+        return False
+    classes = g.alias_classes(gm.graph)
+    makers: dict[int, fx.Node] = {}
+    for other in gm.graph.nodes:
+        makers.setdefault(classes[other], other)
+    done: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+    was = list(flat)
+    for index, want in wanted.items():
+        value = was[index]
+        together = {was[i] for i, w in wanted.items() if w is want and classes[was[i]] == classes[value]}
+        root = makers[classes[value]] if len(together) > 1 else value
+        flat[index] = _again(value, root if g.tensor_of(root) is not None else value, want, node, cast, done)
+    node.args = (pytree.tree_unflatten(flat, spec),)
+    return True
 
-    node.args = (pytree.tree_map_only(fx.Node, restore, node.args[0]),)
-    return modified
+
+def _again(
+    value: fx.Node, root: fx.Node, dtype: torch.dtype, before: fx.Node, cast: Any,
+    done: dict[tuple[fx.Node, torch.dtype], fx.Node],
+) -> fx.Node:  # fmt: skip
+    """``value``, a view of ``root``, as the same view of ``root`` cast to ``dtype``."""
+    if (value, dtype) not in done:
+        if value is root or not value.all_input_nodes:
+            done[value, dtype] = cast(value, dtype, before)
+        else:
+            source = value.all_input_nodes[0]
+            viewed = _again(source, root, dtype, before, cast, done)
+            with value.graph.inserting_before(before):
+                new = value.graph.node_copy(value, lambda n: viewed if n is source else n)
+            new.meta = dict(value.meta)
+            known = g.decision(value)
+            assert known is not None
+            out = tuple(None if d is None else dtype for d in known.out)
+            g.decide(new, replace(known, mode=Mode.NATIVE, precision=dtype, out=out, reason="a view of another output"))
+            done[value, dtype] = new
+    return done[value, dtype]
 
 
 def _bodies(gm: fx.GraphModule, node: fx.Node, known: Decision) -> bool:

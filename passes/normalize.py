@@ -1,9 +1,10 @@
 """normalize: one spelling for every cast, no tracing leftovers, regions as annotations.
 
 1. ``x.float()``, ``x.to(y)``, ``x.type_as(y)``, ``aten._to_copy(x, dtype=d)``  →  ``aten.to.dtype(x, d)``
-2. ``_assert_tensor_metadata(x, dtype=f32)``  →  dropped: it asserts dtypes that the rewrite changes
-3. ``_enter_autocast(...) … _exit_autocast(...)``  →  dropped; the nodes between carry the region
-4. ``with precision("float32"): …`` (an annotation of the tracer)  →  the nodes carry the region
+2. ``_assert_tensor_metadata(x, dtype=f32)``  →  dropped: it asserts dtypes that the rewrite changes;
+   ``detach_(x)``, which tracers put behind constants  →  ``detach(x)``: it writes nothing
+3. ``_enter_autocast(...) … _exit_autocast(...)`` and ``amp.scope("float32") … amp.scope("")`` (a ``precision``
+   scope)  →  dropped; the nodes between carry the innermost region, and how deep in the modules it was opened
 
 Requires: captured. Ensures: normalized. A second run changes nothing.
 """
@@ -21,15 +22,19 @@ from amp_compiler.policy import dtype_name, precision_dtype
 from .base import Context, Dialect, Pass
 
 aten = torch.ops.aten
-SCOPE_KEY = "amp_precision"  # key in meta["custom"], written by amp_compiler.scopes.precision
+SCOPE = "amp::scope"  # the node where a precision scope begins or ends, see amp_compiler/scopes.py
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A stretch of code whose precision the model's author chose. dtype None: autocast switched off."""
+    """A stretch of code whose precision the model's author chose. dtype None: autocast switched off.
+
+    ``depth``: how many modules were on the stack where it was opened; a mark on a module below that is inside it.
+    """
 
     kind: str  # "precision" or "autocast"
     dtype: torch.dtype | None
+    depth: int = 0
 
     def __str__(self) -> str:
         if self.kind == "precision":
@@ -61,9 +66,15 @@ def _casts(graph: fx.Graph) -> bool:
         if node.target is aten._assert_tensor_metadata.default:
             graph.erase_node(node)
             modified = True
+        elif node.target is aten.detach_.default:
+            node.target = aten.detach.default
+            modified = True
         elif _is_plain_cast(node) and not (g.is_cast(node) and node.target is aten.to.dtype):
             value = g.tensor_of(node)
             assert value is not None
+            other = dict(g.schema_args(node)).get("other")
+            if isinstance(other, fx.Node):
+                node.meta[g.DTYPE_OF] = other.name
             node.target, node.args, node.kwargs = aten.to.dtype, (node.args[0], value.dtype), {}
             modified = True
         if g.is_cast(node) and _converts(node) and written & {node, g.cast_source(node)}:
@@ -103,21 +114,20 @@ def _regions(gm: fx.GraphModule, around: Region | None) -> bool:
     dead: list[fx.Node] = []
     for node in gm.graph.nodes:
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        depth = len(g.module_stack(node))
         if name == "_enter_autocast":
             _device, dtype, enabled, *_ = node.args
-            stack.append(
-                Region(
-                    "autocast",
-                    _autocast_dtype(node) if enabled and dtype is None else dtype if enabled else None,
-                )
-            )
+            chosen = (dtype if dtype is not None else _autocast_dtype(node)) if enabled else None
+            stack.append(Region("autocast", chosen, depth))
             dead.append(node)
-        elif name == "_exit_autocast":
+        elif g.op_name(node) == SCOPE and node.args[0]:
+            stack.append(Region("precision", precision_dtype(node.args[0]), depth))
+            dead.append(node)
+        elif name == "_exit_autocast" or g.op_name(node) == SCOPE:
             stack.pop()
             dead.append(node)
         elif node.op == "call_function":
-            scope = (node.meta.get("custom") or {}).get(SCOPE_KEY)
-            region = Region("precision", precision_dtype(scope)) if scope else stack[-1] if stack else None
+            region = stack[-1] if stack else None
             if region is not None and node.meta.get(g.REGION) != region:
                 node.meta[g.REGION] = region
                 modified = True

@@ -11,6 +11,7 @@ import operator
 import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.fx.traceback
@@ -19,19 +20,21 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from amp_compiler import Policy
+from amp_compiler import Policy, pipeline
 from amp_compiler import graph as g
 from amp_compiler.capture.export import capture_export
 from amp_compiler.capture.lower import annotate_origin
-from amp_compiler.passes import assign_precision, insert_casts, normalize
+from amp_compiler.passes import assign_precision, insert_casts, mark_dtype_origin, normalize
 from amp_compiler.passes.base import Context, Pass
+from amp_compiler.report import Row, graph_rows
+from amp_compiler.scopes import marked_modules, modules_of
 from amp_compiler.verify import verify
 
 aten: Any = torch.ops.aten
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 LEVELS = ("O0", "O1", "auto", "O2", "O3")
 LOW = (BF16, F16)
-FORWARD = (normalize.PASS, assign_precision.PASS, insert_casts.PASS)
+FORWARD = (normalize.PASS, mark_dtype_origin.PASS, assign_precision.PASS, insert_casts.PASS)
 
 
 def context(
@@ -61,7 +64,12 @@ def pre_dispatch(fn: Callable[..., Any], *inputs: Any, parameters: Sequence[int]
     ``parameters``: positions of inputs that count as parameters.
     """
     mode, given = fakes(*inputs)
-    with mode, torch.no_grad(), torch.fx.traceback.preserve_node_meta():
+    with (
+        mode,
+        torch.no_grad(),
+        torch.fx.traceback.preserve_node_meta(),
+        mock.patch.object(torch.compiler, "_is_compiling_flag", True),  # what precision scopes look at
+    ):
         gm = make_fx(fn, pre_dispatch=True)(*given)
     places = [n for n in gm.graph.nodes if n.op == "placeholder"]
     for index in parameters:
@@ -73,7 +81,7 @@ def pre_dispatch(fn: Callable[..., Any], *inputs: Any, parameters: Sequence[int]
 
 def exported(model: nn.Module, *inputs: Any, dynamic_shapes: Any = None) -> fx.GraphModule:
     """A module's graph from the export front end: parameters first, with module paths and source lines."""
-    return capture_export(model, inputs, dynamic_shapes=dynamic_shapes)
+    return capture_export(model, inputs, dynamic_shapes=dynamic_shapes).graph
 
 
 def functional(fn: Callable[..., Any], *inputs: Any, dynamic: bool = False) -> fx.GraphModule:
@@ -277,3 +285,36 @@ def prepared(gm: fx.GraphModule, ctx: Context | None = None, *, until: str) -> f
         step.run(gm, ctx)
         verify(gm, step.ensures, ctx, step.name, deep=True)
     return gm
+
+
+class ExportMixed:
+    """A module through the export front end and the forward passes: call it as the module itself.
+
+    ``graph`` is the rewritten graph; buffers that the model writes to are written in the module given.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        level: str = "O2",
+        dtype: torch.dtype = BF16,
+        *,
+        policy: Policy | None = None,
+        dynamic_shapes: Any = None,
+    ) -> None:
+        chosen = policy or Policy(level, dtype)
+        captured = capture_export(model, args, kwargs, dynamic_shapes, low=chosen.low)
+        self.program, self.graph = captured.program, captured.graph
+        assert not captured.twin_failed
+        self.ctx = Context(chosen, True, marked_modules(modules_of(model)), captured.twin)
+        pipeline.build()[0].run(self.graph, self.ctx, [], graph="forward")
+        self.module = self.program.module()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    @property
+    def rows(self) -> list[Row]:
+        return graph_rows(self.graph, 0)

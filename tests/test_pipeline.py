@@ -36,7 +36,9 @@ def run(pipe: Pipeline, gm: fx.GraphModule | None = None, ctx: Context | None = 
 
 def test_the_pipelines_are_in_order() -> None:
     forward, joint, inference = build()
-    assert [p.name for p in forward.passes] == ["normalize", "assign_precision", "insert_casts"]
+    assert [p.name for p in forward.passes] == [
+        "normalize", "mark_dtype_origin", "assign_precision", "insert_casts",
+    ]  # fmt: skip
     assert joint.passes == JOINT
     assert inference.passes == INFERENCE
     assert joint.passes[0].name == inference.passes[0].name == "fold_casts"
@@ -110,6 +112,7 @@ def test_a_cascade_is_noted_pass_by_pass() -> None:
     notes = {r.name: r.note for r in run(build(["normalize"])[0])}
     assert notes == {
         "normalize": "switched off",
+        "mark_dtype_origin": "left out: needs 'normalized'",
         "assign_precision": "left out: needs 'normalized'",
         "insert_casts": "left out: needs 'assigned'",
     }
@@ -118,7 +121,7 @@ def test_a_cascade_is_noted_pass_by_pass() -> None:
 def test_an_unknown_name_suggests_the_nearest() -> None:
     with pytest.raises(ArgumentError, match=r"Unknown pass .fold_cast.*Did you mean .fold_casts."):
         build(["fold_cast"])
-    with pytest.raises(ArgumentError, match=r"Unknown pass .zzz.*normalize, assign_precision"):
+    with pytest.raises(ArgumentError, match=r"Unknown pass .zzz.*normalize, mark_dtype_origin, assign_precision"):
         check_names(["normalize", "zzz"])
     with pytest.raises(ArgumentError, match=r"must be a list of .*write \['fold_casts'\]"):
         check_names("fold_casts")
@@ -177,9 +180,9 @@ def test_history_has_one_record_a_stage() -> None:
         r.text.startswith("input x_1: f32[2, 4]") and r.text.splitlines()[-1].startswith("return")
         for r in records
     )
-    assert [r.casts for r in records] == [0, 0, 3]
-    assert [r.nodes for r in records] == [6, 6, 8]  # three casts come, the cast of fp32 to fp32 goes
-    assert [r.modified for r in records] == [False, True, True]
+    assert [r.casts for r in records] == [0, 0, 0, 3]
+    assert [r.nodes for r in records] == [6, 6, 6, 8]  # three casts come, the cast of fp32 to fp32 goes
+    assert [r.modified for r in records] == [False, False, True, True]
     assert records[-1].text != records[-2].text
 
 
@@ -195,6 +198,6 @@ def test_history_counts_subgraphs() -> None:
 
 def test_a_run_that_changes_nothing_says_so() -> None:
     records = run(build()[0], pre_dispatch(lambda x: x.exp(), X))
-    assert [r.modified for r in records] == [False, True, False]
+    assert [r.modified for r in records] == [False, False, True, False]
     again = functional(lambda x: x.exp(), X)
     assert [r.modified for r in run(build()[1], again)] == [False] * len(JOINT)

@@ -2,13 +2,14 @@
 
 Dynamo brings guards, graph breaks, dynamic shapes and re-compilation; this file only tells it what to do
 with each graph and keeps account of what it could not capture. torch 2.13 internals: the ``allow_rnn``
-switch (Dynamo skips nn.LSTM and nn.GRU otherwise), ``compile_subgraph_reason`` on Dynamo's graphs and
-``torch._dynamo.utils.counters`` (the only places that say why a graph ended).
+switch (Dynamo skips nn.LSTM and nn.GRU otherwise), ``AutocastModeVariable``, ``compile_subgraph_reason`` on
+Dynamo's graphs, ``side_effects`` and ``torch._dynamo.utils.counters`` (the only places that say why a graph ended).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 #: signatures that one compiled module may have before Dynamo gives up on it
 RECOMPILE_LIMIT = 64
@@ -64,6 +66,7 @@ def capture_settings() -> Iterator[None]:
     """How Dynamo must be set while one of our modules is called (its guards see these settings)."""
     import torch._dynamo
 
+    _tell_where_autocast_begins()
     fastpath = torch.backends.mha.get_fastpath_enabled()
     # in eval mode nn.TransformerEncoderLayer would be captured as one fused op that no list knows
     torch.backends.mha.set_fastpath_enabled(False)
@@ -74,6 +77,22 @@ def capture_settings() -> Iterator[None]:
     finally:
         torch._dynamo.config.allow_rnn = old
         torch.backends.mha.set_fastpath_enabled(fastpath)
+
+
+@functools.cache
+def _tell_where_autocast_begins() -> None:
+    """Dynamo writes no module stack on the node that opens a ``torch.autocast`` region; ``normalize`` needs it to
+    know which modules are inside. Done once and for all: it adds a key to one node's meta and changes nothing else."""
+    from torch._dynamo.variables.ctx_manager import AutocastModeVariable
+
+    enter = AutocastModeVariable.enter
+
+    def enter_with_stack(self: Any, tx: Any) -> Any:
+        result = enter(self, tx)
+        self.proxy.meta.setdefault("nn_module_stack", dict(tx.nn_module_stack))
+        return result
+
+    AutocastModeVariable.enter = enter_with_stack  # type: ignore[method-assign]
 
 
 def break_reason(gm: fx.GraphModule) -> Uncaptured | None:
@@ -87,6 +106,32 @@ def break_reason(gm: fx.GraphModule) -> Uncaptured | None:
         frame = stack[-1]
         where = f"{frame.filename}:{frame.lineno} in {frame.name}: {(frame.line or '').strip()}"
     return Uncaptured(f"graph break: {str(reason.reason).strip().splitlines()[0]}", where)
+
+
+def kept_values(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[tuple[int, int]]:
+    """(output, input) positions where the model's code assigns a new tensor to an attribute that held the input
+    (``self.steps = self.steps + 1``). Only Dynamo's record of side effects tells these from other outputs."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.variables import LazyVariableTracker, TensorVariable
+
+    try:
+        effects = InstructionTranslator.current_tx().output.side_effects
+    except AttributeError:  # the graph came another way
+        return []
+    last = next(iter(reversed(gm.graph.nodes)))
+    outputs = pytree.tree_leaves(last.args[0])
+    found = []
+    for holder in effects.keepalive:  # attributes and buffers of modules are items of dictionaries
+        items = getattr(effects.id_to_variable.get(id(holder)), "items", None)
+        for key, value in items.items() if isinstance(holder, dict) and isinstance(items, dict) else ():
+            old = holder.get(key.vt.as_python_constant()) if key.vt.is_python_constant() else None
+            if not isinstance(old, torch.Tensor) or type(value) is LazyVariableTracker:
+                continue  # not touched; asking a lazy value for anything would add an input to the graph
+            node = value.as_proxy().node if isinstance(value, TensorVariable) else None
+            places = [i for i, x in enumerate(example_inputs) if x is old]
+            if node in outputs and places:
+                found.append((outputs.index(node), places[0]))
+    return found
 
 
 @dataclass(frozen=True)

@@ -6,47 +6,41 @@ torch 2.13: ``torch.export.export(strict=False)`` gives pre-dispatch ATen alread
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.fx.traceback
 from torch import fx, nn
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.export.graph_signature import OutputKind
 
 from .. import graph as g
 from ..errors import CaptureError
 from .dynamo import capture_settings
 from .lower import annotate_origin
+from .twin import low_trace, promoting, sharing_copy
 
 
-def export_program(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None = None,
-    dynamic_shapes: Any = None,
-) -> torch.export.ExportedProgram:
-    """Export a module to pre-dispatch ATen, each node with its module path and source line."""
-    try:
-        with torch.fx.traceback.preserve_node_meta(), capture_settings(), _no_autocast():
-            program = torch.export.export(
-                model, args, dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
-            )
-    except Exception as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CaptureError(
-            f"{type(model).__name__} cannot be exported: {first} "
-            "Try amp_compile, which works around code that cannot be in a graph, or rewrite that line."
-        ) from error
-    for _, inner in g.all_graphs(program.graph_module):
-        for node in inner.graph.nodes:
-            node.meta = dict(node.meta)  # export lets a node inside a region share its meta with one outside
-        annotate_origin(inner, {id(m): name for name, m in model.named_modules()})
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for node in program.graph_module.graph.nodes:
-        path = program.graph_signature.inputs_to_parameters.get(node.name) if node.op == "placeholder" else None
-        if path in parameters and parameters[path].requires_grad:
-            node.meta[g.PARAMETER] = True
-    return program
+@dataclass(frozen=True)
+class Exported:
+    """A model as ``torch.export`` captures it: the program whose graph passes rewrite, and the graph's twin.
+
+    ``twin_failed``: why the same code could not be traced in the low dtype, '' if it could.
+    """
+
+    program: torch.export.ExportedProgram
+    twin: fx.GraphModule | None = None
+    twin_failed: str = ""
+
+    @property
+    def graph(self) -> fx.GraphModule:
+        found = self.program.graph_module
+        assert isinstance(found, fx.GraphModule)
+        return found
 
 
 def capture_export(
@@ -54,12 +48,138 @@ def capture_export(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
-) -> fx.GraphModule:
-    """The exported graph alone, as passes take it: parameters and buffers are its first inputs."""
-    graph = export_program(model, args, kwargs, dynamic_shapes).graph_module
-    assert isinstance(graph, fx.GraphModule)
-    return graph
+    *,
+    low: torch.dtype | None = None,
+) -> Exported:
+    """Export a module to pre-dispatch ATen, each node with its module path and source line.
+
+    Parameters and buffers are the first inputs of the graph. With ``low``, the forward runs a second time, on a copy
+    that shares the tensors, to make the graph's twin in that dtype (see ``twin.py``).
+    """
+    try:
+        program = _export(model, args, kwargs, dynamic_shapes)
+    except Exception as error:
+        raise CaptureError(
+            f"{type(model).__name__} cannot be exported: {_first_line(error)} "
+            "Try amp_compile, which works around code that cannot be in a graph, or rewrite that line."
+        ) from error
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for node in program.graph_module.graph.nodes:
+        path = program.graph_signature.inputs_to_parameters.get(node.name) if node.op == "placeholder" else None
+        if path in parameters and parameters[path].requires_grad:
+            node.meta[g.PARAMETER] = True
+    if low is None:
+        return Exported(program)
+    try:
+        with low_trace(low), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they were given when the program was made
+            twin = _export(sharing_copy(model), args, kwargs, dynamic_shapes).graph_module
+    except Exception as error:
+        return Exported(program, None, f"{type(error).__name__}: {_first_line(error)}")
+    assert isinstance(twin, fx.GraphModule)
+    return Exported(program, twin)
 
 
-def _no_autocast() -> Any:
-    return torch._C._DisableAutocast()
+def _export(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, dynamic_shapes: Any
+) -> torch.export.ExportedProgram:
+    with torch.fx.traceback.preserve_node_meta(), capture_settings(), torch._C._DisableAutocast():
+        program = torch.export.export(model, args, dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False)
+    for _, inner in g.all_graphs(program.graph_module):
+        for node in inner.graph.nodes:
+            node.meta = dict(node.meta)  # export lets a node inside a region share its meta with one outside
+        annotate_origin(inner, {id(m): name for name, m in model.named_modules()})
+    gm = program.graph_module
+    constants = program.graph_signature.inputs_to_lifted_tensor_constants
+    for node in gm.graph.nodes:
+        if node.op == "placeholder" and node.name in constants:
+            node.meta[g.CONSTANT] = program.constants[constants[node.name]]
+    signature = program.graph_signature
+    places = [n.name for n in gm.graph.nodes if n.op == "placeholder"]
+    buffers = {target: name for name, target in signature.inputs_to_buffers.items()}
+    gm.meta[g.STATE] = [
+        (index, places.index(buffers[spec.target])) for index, spec in enumerate(signature.output_specs)
+        if spec.kind is OutputKind.BUFFER_MUTATION and spec.target in buffers
+    ]  # fmt: skip
+    gm.meta[g.OUTPUT_DTYPES] = g.output_dtypes(gm)
+    if _inline_regions(gm):
+        _Repropagate(gm).run_on_fakes()
+        gm.recompile()
+    return program
+
+
+# ---------------------------------------------------------------------------------- nested torch.autocast
+
+
+def _inline_regions(gm: fx.GraphModule) -> bool:
+    """``wrap_with_autocast(device, dtype, enabled, cache, body, *args)`` → ``_enter_autocast``, the body's nodes,
+    ``_exit_autocast``: as Dynamo writes a region, so that passes know one form, and no autocast is left at run time."""
+    found = False
+    for node in list(gm.graph.nodes):
+        if not g.is_higher_order(node):
+            continue
+        bodies = [inner for _, inner in g.subgraphs(gm, node)]
+        for inner in bodies:
+            found |= _inline_regions(inner)
+        if g.op_name(node) != "higher_order::wrap_with_autocast":
+            continue
+        device, dtype, enabled, cache, holder, *given = node.args
+        (body,) = bodies
+        places = [n for n in body.graph.nodes if n.op == "placeholder"]
+        values: dict[fx.Node, Any] = dict(zip(places, given, strict=True))
+        with gm.graph.inserting_before(node):
+            begin = gm.graph.call_function(_enter_autocast, (device, dtype, enabled, cache))
+            begin.meta = {k: v for k, v in node.meta.items() if k != "val"}
+            for name, constant in body.named_buffers(recurse=False):
+                gm.register_buffer(_free_name(gm, name), constant)
+            results = gm.graph.graph_copy(body.graph, values)
+            gm.graph.call_function(_exit_autocast, (begin,))
+        flat = list(results) if isinstance(results, (tuple, list)) else [results]
+        for user in list(node.users):
+            assert g.is_getitem(user), "wrap_with_autocast gives a tuple"
+            user.replace_all_uses_with(flat[user.args[1]])
+            gm.graph.erase_node(user)
+        gm.graph.erase_node(node)
+        if isinstance(holder, fx.Node) and not holder.users:
+            gm.graph.erase_node(holder)
+        found = True
+    if found:
+        gm.recompile()
+    return found
+
+
+class _Repropagate(fx.Interpreter):
+    """New values for nodes that were traced inside a region, as if there had been none: fp32, as all others."""
+
+    def run_on_fakes(self) -> None:
+        assert isinstance(self.module, fx.GraphModule)
+        nodes = list(self.module.graph.nodes)
+        inputs = [n.meta.get("val") for n in nodes if n.op == "placeholder"]
+        modes = (getattr(v, "fake_mode", None) for n in nodes for v in g.tensor_outputs(n))
+        mode = next((m for m in modes if m is not None), None)
+        with mode or contextlib.nullcontext(), torch.no_grad():
+            self.run(*inputs)
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "get_attr" or g.is_higher_order(n) or getattr(n.target, "__name__", "") in _REGION_ENDS:
+            return n.meta.get("val", getattr(self.module, str(n.target), None) if n.op == "get_attr" else None)
+        if n.op != "call_function" or n.target is torch.ops.aten._assert_tensor_metadata.default:
+            return n.meta.get("val") if n.op != "output" else None
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        in_place = g.op_name(n).endswith("_")
+        result = promoting(lambda a, k: n.target(*a, **k), args, kwargs, in_place)  # type: ignore[operator]
+        if "val" in n.meta:
+            n.meta["val"] = result
+        return result
+
+
+_REGION_ENDS = ("_enter_autocast", "_exit_autocast", "_set_grad_enabled")
+
+
+def _free_name(gm: fx.GraphModule, name: str) -> str:
+    assert not hasattr(gm, name), f"the constant {name} is there twice"
+    return name
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

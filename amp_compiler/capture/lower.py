@@ -34,16 +34,34 @@ from .. import graph as g
 from ..errors import CaptureError
 from ..ops.row import OpClass
 from ..policy import Policy
+from . import vmap
+from .twin import promoting
+from .vmap import is_functorch, is_vmap
 
 Decompositions = dict[Any, Callable[..., Any]]
 
 
 def lower(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], policy: Policy, modules: Mapping[int, str]
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    policy: Policy,
+    modules: Mapping[int, str],
+    *,
+    fakes: Sequence[Any] | None = None,
+    promote: bool = False,
 ) -> fx.GraphModule:
-    """Lower one graph from Dynamo. ``modules`` maps ``id(module)`` to its path in the user's model."""
-    fakes, mode = fakify(example_inputs)
-    interpreter = _LoweringInterpreter(gm)
+    """Lower one graph from Dynamo. ``modules`` maps ``id(module)`` to its path in the user's model.
+
+    ``fakes``: values for the graph's inputs other than those of ``example_inputs``. ``promote``: where torch refuses
+    operands of two float dtypes, take the wider (for the twin, see ``twin.py``).
+    """
+    if fakes is None:
+        fakes, mode = fakify(example_inputs)
+    else:
+        modes = (getattr(v, "fake_mode", None) for v in fakes)
+        mode = next((m for m in modes if m is not None), None) or torch._guards.detect_fake_mode(list(fakes))
+    gm = vmap.without_vmap(gm)
+    interpreter = _PromotingInterpreter(gm, garbage_collect_values=False) if promote else _LoweringInterpreter(gm)
     with _tracing(mode):
         lowered = make_fx(interpreter.run, decomposition_table=decompositions(policy), pre_dispatch=True)(
             *fakes
@@ -55,9 +73,20 @@ def lower(
     _mark_parameters(lowered, example_inputs)
     for _, inner in g.all_graphs(lowered):
         annotate_origin(inner, modules)
+        for node in inner.graph.nodes:
+            if isinstance(of := node.meta.get(g.DTYPE_OF), fx.Node):
+                node.meta[g.DTYPE_OF] = of.name  # names are final only now
     lowered.meta.update(gm.meta)
+    lowered.meta[g.OUTPUT_DTYPES] = _output_dtypes(gm)
     lowered.recompile()
     return lowered
+
+
+def _output_dtypes(gm: fx.GraphModule) -> list[torch.dtype | None]:
+    """What the model's outputs are: Dynamo ran nested autocast regions, while lowering makes nodes of them."""
+    last = next(iter(reversed(gm.graph.nodes)))
+    values = [n.meta.get("example_value") if isinstance(n, fx.Node) else None for n in pytree.tree_leaves(last.args[0])]
+    return [v.dtype if isinstance(v, torch.Tensor) else None for v in values]
 
 
 #: higher-order ops that the passes know; the body of any other must not be run on fakes
@@ -73,24 +102,30 @@ def why_not(gm: fx.GraphModule) -> str | None:
     Tracing runs the graph on fakes. A tensor that the graph holds itself (optimizer state) is real and would be
     written to; levels of torch.func exist only at run time, and a fake would leak out of them.
     """
-    for _, inner in _with_bodies(gm):
-        for node in inner.graph.nodes:
-            if node.op == "get_attr" and isinstance(getattr(inner, str(node.target), None), torch.Tensor):
-                return "it holds tensors of its own, such as an optimizer's state"
-            if node.op != "call_function":
-                continue
-            if isinstance(node.target, torch._ops.HigherOrderOperator):
-                if node.target.name() not in KNOWN_HIGHER_ORDER:
-                    return f"it uses {node.target.name()}"
-            elif "functorch" in (getattr(node.target, "__module__", "") or "") or "functorch" in str(node.target):
-                return f"it uses torch.func ({getattr(node.target, '__name__', node.target)})"
+    for node in gm.graph.nodes:
+        held = getattr(gm, str(node.target), None) if node.op == "get_attr" else None
+        if isinstance(held, torch.Tensor):
+            return "it holds tensors of its own, such as an optimizer's state"
+        if is_functorch(node) and not is_vmap(node):
+            return f"it uses torch.func ({getattr(node.target, '__name__', node.target)})"
+        if g.is_higher_order(node):
+            bodies = [inner for _, inner in g.subgraphs(gm, node)]
+            if not is_closed(node.target, bodies):
+                refused = next((why for inner in bodies if (why := why_not(inner)) is not None), None)
+                if refused is not None:
+                    return refused
     return None
 
 
-def _with_bodies(gm: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
-    for name, module in gm.named_modules():
-        if isinstance(module, fx.GraphModule):
-            yield name, module
+def is_closed(target: Any, bodies: Sequence[Any]) -> bool:
+    """Whether a higher-order op must stay as it is: an unknown one, or one whose body uses torch.func (the scan of
+    a state-space model), which cannot run on the tracer's fakes."""
+    if target.name() not in KNOWN_HIGHER_ORDER:
+        return True
+    ours = target.name() in ("autograd_function_apply", "tag_activation_checkpoint")  # bodies that are lowered here
+    found = [inner for body in bodies if isinstance(body, fx.GraphModule) for _, inner in g.all_graphs(body)]
+    nodes = [node for inner in found for node in inner.graph.nodes]
+    return any(is_functorch(node) and not (ours and is_vmap(node)) for node in nodes)
 
 
 def fakify(example_inputs: Sequence[Any]) -> tuple[list[Any], Any]:
@@ -198,18 +233,63 @@ class _LoweringInterpreter(fx.Interpreter):
             return super().run_node(n)
         before = [(x, get_proxy_slot(x, mode.tracer, None)) for x in inputs]
         result = super().run_node(n)
+        of = n.meta.get(g.DTYPE_OF)
+        if n.op == "call_method" and n.target == "to" and len(n.args) > 1 and isinstance(n.args[1], fx.Node):
+            of = n.args[1].name  # ``x.to(y)``, of which only y's dtype is left below
+        asked = next((v for k, v in self.env.items() if k.name == of), None) if of is not None else None
+        if isinstance(asked, torch.Tensor) and isinstance(result, torch.Tensor):
+            made, source = (get_proxy_slot(v, mode.tracer, None) for v in (result, asked))
+            if made is not None and source is not None:
+                made.proxy.node.meta[g.DTYPE_OF] = source.proxy.node
         for x, proxy in before:
             if result is x and proxy is not None:
                 return _apart(x, proxy, mode.tracer)
         return result
 
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        body = self.fetch_attr(str(target))
+        assert isinstance(body, fx.GraphModule)
+        here = torch.fx.traceback.get_current_meta()
+        meta = {k: here[k] for k in ("stack_trace", "nn_module_stack") if k in here}
+        return vmap.run(body, args, meta, type(self))
+
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(target, torch._ops.HigherOrderOperator):
             if target.name() == "autograd_function_apply":
-                return _keep_autograd_function(target, args, kwargs)
+                return _keep_autograd_function(target, args, kwargs, type(self))
             if target.name() == "tag_activation_checkpoint":
-                return _keep_checkpoint(target, args, kwargs)
+                return _keep_checkpoint(target, args, kwargs, type(self))
+            if is_closed(target, args):
+                return _keep_closed(target, args, kwargs)
+        if target is getattr(torch._C._autograd, "_get_data_attr", None):
+            return args[0].detach()  # the tracer does not see ``x.data``; both share memory and stop gradients
         return super().call_function(target, args, kwargs)
+
+
+class _PromotingInterpreter(_LoweringInterpreter):
+    """For the twin: a promoted operand keeps its proxy, so that no cast shows which the author did not write."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        in_place = "setitem" in str(target) or getattr(target, "__name__", "").endswith("_")
+        return promoting(lambda a, k: super(_PromotingInterpreter, self).call_function(target, a, k),
+                         args, kwargs, in_place, converted)  # fmt: skip
+
+    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return promoting(lambda a, k: super(_PromotingInterpreter, self).call_method(target, a, k),
+                         args, kwargs, str(target).endswith("_"), converted)  # fmt: skip
+
+
+def converted(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``value`` in another dtype, for the tracer still the same value."""
+    mode = get_proxy_mode()
+    if mode is None:
+        return value.to(dtype)
+    proxy = get_proxy_slot(value, mode.tracer, None)
+    with disable_proxy_modes_tracing():
+        new = value.to(dtype)
+    if proxy is not None:
+        set_proxy_slot(new, mode.tracer, proxy)
+    return new
 
 
 def _apart(value: torch.Tensor, proxy: Any, tracer: Any) -> torch.Tensor:
@@ -226,12 +306,12 @@ def _apart(value: torch.Tensor, proxy: Any, tracer: Any) -> torch.Tensor:
     return twin
 
 
-def _keep_autograd_function(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _keep_autograd_function(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], interpreter: Any) -> Any:
     forward, backward, *given = args
-    lowered_forward = _lower_body(forward, given)
+    lowered_forward = _lower_body(forward, given, interpreter)
     output, saved = _outputs(lowered_forward)
     grads = pytree.tree_leaves(output)
-    lowered_backward = _lower_body(backward, [_fresh(v) for v in (*grads, *pytree.tree_leaves(saved))])
+    lowered_backward = _lower_body(backward, [_fresh(v) for v in (*grads, *pytree.tree_leaves(saved))], interpreter)
     frozen = set(kwargs.get("non_differentiable_idx", ()))
     needs = any(isinstance(a, torch.Tensor) and a.requires_grad for a in given)
     results = []
@@ -244,9 +324,9 @@ def _keep_autograd_function(target: Any, args: tuple[Any, ...], kwargs: dict[str
     return _emit(target, [lowered_forward, lowered_backward], given, kwargs, flat)
 
 
-def _keep_checkpoint(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _keep_checkpoint(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], interpreter: Any) -> Any:
     body, *given = args
-    lowered = _lower_body(body, given)
+    lowered = _lower_body(body, given, interpreter)
     if "_checkpoint_context_fn" in body.meta:
         lowered.meta["_checkpoint_context_fn"] = body.meta["_checkpoint_context_fn"]
     values = _outputs(lowered)
@@ -255,11 +335,36 @@ def _keep_checkpoint(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return _emit(target, [lowered], given, kwargs, fresh)
 
 
-def _lower_body(body: fx.GraphModule, given: Sequence[Any]) -> fx.GraphModule:
+def _keep_closed(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A node with its bodies as Dynamo wrote them; passes see the node and do not look inside."""
+    with disable_proxy_modes_tracing():
+        fresh = pytree.tree_map_only(torch.Tensor, lambda t: _fresh(t, t.requires_grad), (args, kwargs))
+        values = pytree.tree_map_only(torch.Tensor, lambda t: _fresh(t, t.requires_grad), target(*fresh[0], **fresh[1]))
+    for body in pytree.tree_leaves((args, kwargs), is_leaf=lambda v: isinstance(v, fx.GraphModule)):
+        if isinstance(body, fx.GraphModule):
+            body.meta[g.CLOSED] = True
+    mode = get_proxy_mode()
+    assert mode is not None
+    tracer: Any = mode.tracer
+
+    def place(value: Any) -> Any:
+        if isinstance(value, fx.GraphModule):
+            name = tracer.get_fresh_qualname(f"{target.name()}_body")
+            tracer.root.register_module(name, value)
+            return tracer.create_proxy("get_attr", name, (), {})
+        return tracer.unwrap_proxy(value) if isinstance(value, (torch.Tensor, torch.SymInt)) else value
+
+    proxies = pytree.tree_map(place, (args, kwargs), is_leaf=lambda v: isinstance(v, fx.GraphModule))
+    out = tracer.create_proxy("call_function", target, *proxies)
+    return track_tensor_tree(values, out, constant=None, tracer=tracer)
+
+
+def _lower_body(body: fx.GraphModule, given: Sequence[Any], interpreter: type[_LoweringInterpreter]) -> fx.GraphModule:
     from torch._higher_order_ops.utils import reenter_make_fx
 
     with torch.fx.traceback.preserve_node_meta():
-        lowered = reenter_make_fx(_LoweringInterpreter(body).run)(*given)
+        plain = vmap.without_vmap(body)
+        lowered = reenter_make_fx(interpreter(plain, garbage_collect_values=False).run)(*given)
     assert isinstance(lowered, fx.GraphModule)
     return lowered
 

@@ -31,7 +31,6 @@ def test_a_compiled_optimizer_steps_once(make) -> None:
 W = torch.randn(3, 3, generator=torch.Generator().manual_seed(0))
 TRANSFORMS = {
     "grad": lambda x: grad(lambda w: (w**2).sum())(x),
-    "vmap": lambda x: vmap(lambda a: a @ W)(x),
     "jvp": lambda x: jvp(torch.sin, (x,), (x,))[1],
     "per sample": lambda x: vmap(grad(lambda w, a: (w * a).sum()), (None, 0))(W[0], x),
 }
@@ -46,24 +45,6 @@ def test_torch_func_inside_compiled_code(name: str) -> None:
     assert type(out) is Tensor
     torch.testing.assert_close(out, TRANSFORMS[name](x))
     assert any("torch.func" in note for note in fast.report().notes)
-
-
-class MaskedByVmap(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        i = torch.arange(x.shape[0])
-        mask = vmap(vmap(lambda a, b: a >= b, (None, 0)), (0, None))(i, i)
-        h = self.fc(x)
-        return (h @ h.t()).masked_fill(~mask, -1e9).softmax(-1)
-
-
-def test_a_mask_made_by_vmap() -> None:
-    model, x = MaskedByVmap(), torch.randn(4, 8)
-    with warnings.catch_warnings(action="ignore", category=AmpWarning), torch.no_grad():
-        torch.testing.assert_close(amp_compile(model)(x), model(x), atol=0.05, rtol=0.05)
 
 
 def test_flex_attention() -> None:

@@ -487,7 +487,7 @@ def test_order_of_nodes_does_not_matter(level: str, seed: int) -> None:
     forward = pipeline.build()[0]
     results = []
     for reorder in (False, True):
-        gm = capture_export(Net(), (torch.randn(2, 4), torch.randn(2, 4)))
+        gm = capture_export(Net(), (torch.randn(2, 4), torch.randn(2, 4))).graph
         before = [n.name for n in gm.graph.nodes]
         if reorder:
             shuffled(gm, seed)

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from amp_compiler import Policy, precision
 from amp_compiler import graph as g
+from amp_compiler.constants import EPS_ARGUMENTS
 from amp_compiler.errors import BannedOpError, PipelineError, VerifyError
 from amp_compiler.graph import Decision, Mode
 from amp_compiler.ops.row import OpClass, Row
@@ -199,6 +200,8 @@ def test_every_class_at_every_level(level: str, low: torch.dtype) -> None:
                 continue
             answers = any(v is not None and not v.dtype.is_floating_point for v in g.tensor_outputs(node))
             want = expected(row, level, low, flow, answers)
+            if row.name in EPS_ARGUMENTS and known.rule == "constant" and (level, low) == ("O3", F16):
+                want = F32  # it computes with an eps of 1e-8 in the dtype of its input
             if known.mode is not Mode.CAST or known.precision is not want or not known.reason:
                 wrong.append(
                     f"{row.cls.name} {op} from {flow}: {known.precision}, not {want} ({known.reason})"

@@ -1,0 +1,273 @@
+"""The twin: the same code traced once more, with every fp32 tensor a fake of the low dtype.
+
+A graph traced in fp32 hides what the code asks of a dtype: ``x.to(y.dtype)`` and ``x.to(torch.float32)`` are one and
+the same there. In the twin they differ, and the pass ``mark_dtype_origin`` compares the two.
+
+Under Dynamo the twin is made frame by frame, from inside the backend: Dynamo reads the frame's bytecode a second
+time, symbolically, so none of the user's Python runs and nothing of the user's changes, also where the graph breaks.
+Under ``torch.export`` the forward does run a second time, on a deep copy whose tensors are fakes (no memory).
+
+torch 2.13 internals, and why: ``InstructionTranslator.current_tx`` and ``convert_frame.compile_frame`` (the frame that
+is being compiled, and the function that reads one; no public way leads to either), ``FakeTensorMode.from_tensor`` and
+``torch._dynamo.utils.run_node`` (wrapped while the twin is read, for this thread only: there tensors become low, and
+operands of two dtypes are promoted where torch would refuse them), ``TensorVariable.method_attr_dtype``,
+``ConstantVariable.as_proxy`` and ``SubgraphTracer.create_proxy`` (wrapped likewise, to follow a dtype from the tensor
+that was asked for it to the call that names it).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from .. import graph as g
+from ..policy import Policy
+
+#: names in a function's code by which it can learn the dtype of a tensor
+DTYPE_NAMES = frozenset({
+    "dtype", "finfo", "type_as", "type", "element_size", "itemsize", "nbytes", "result_type", "promote_types",
+    "can_cast", "is_floating_point",
+})  # fmt: skip
+
+_ONE_AT_A_TIME = threading.RLock()
+
+
+# ------------------------------------------------------------------------------------------------ Dynamo
+
+
+class _Seen(Exception):
+    """The twin's graph is there; Dynamo need not go on to make bytecode of it."""
+
+
+def may_depend_on_dtype(gm: fx.GraphModule) -> bool:
+    """Whether the code behind a graph of Dynamo's can have asked a tensor for its dtype. If not, it has no twin:
+    every cast in it names its dtype."""
+    codes: list[CodeType] = list(torch._guards.TracingContext.get_traced_code() or ())
+    for _, inner in _with_bodies(gm):
+        for node in inner.graph.nodes:
+            if node.op == "call_function" and isinstance(code := getattr(node.target, "__code__", None), CodeType):
+                codes.append(code)  # Python that runs when the graph is lowered
+            elif node.op == "call_method" and node.target == "to" and len(node.all_input_nodes) > 1:
+                return True
+    return any(_asks(code) for code in codes)
+
+
+def _asks(code: CodeType) -> bool:
+    names = {*code.co_names, *(c for c in code.co_consts if isinstance(c, str))}
+    return bool(names & DTYPE_NAMES)
+
+
+def _with_bodies(gm: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
+    return ((name, m) for name, m in gm.named_modules() if isinstance(m, fx.GraphModule))
+
+
+def twin_of_frame(policy: Policy, modules: Mapping[int, str]) -> fx.GraphModule | None:
+    """The frame that Dynamo is compiling right now, read once more in ``policy.low`` and lowered. None if Dynamo
+    finds no tensor op there."""
+    from torch._dynamo import convert_frame
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._guards import CompileContext
+
+    from .lower import lower
+
+    try:
+        frame: Any = InstructionTranslator.current_tx().output.root_tx
+    except AttributeError:  # torch has no question for it: nothing is being compiled, the graph came another way
+        return None
+    found: list[fx.GraphModule] = []
+
+    def record(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        values = [n.meta["example_value"] for n in gm.graph.nodes if n.op == "placeholder"]
+        with _fake_mode_of(values):
+            found.append(lower(gm, inputs, policy, modules, fakes=[_fresh(v) for v in values], promote=True))
+        raise _Seen
+
+    attempt = CompileContext.get().attempt
+    try:
+        with _low_fakes(policy.low), _followed_dtypes(), _quiet():
+            convert_frame.compile_frame(
+                frame.f_code, frame.f_globals, frame.f_locals, frame.f_builtins, frame.closure, record,
+                False, set(), frame_state=frame.output.frame_state,
+            )  # fmt: skip
+    except Exception:
+        if not found:
+            raise
+    finally:
+        CompileContext.get().attempt = attempt
+    return found[0] if found else None
+
+
+@contextlib.contextmanager
+def _fake_mode_of(values: Sequence[Any]) -> Iterator[None]:
+    """Dynamo hands a backend a new fake mode, for the inputs; the twin's inputs are fakes of the old one."""
+    context = torch._guards.TracingContext.get()
+    before = context.fake_mode
+    context.fake_mode = next((v.fake_mode for v in values if hasattr(v, "fake_mode")), before)
+    try:
+        yield
+    finally:
+        context.fake_mode = before
+
+
+def _fresh(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return _like(value, g.retype(value, value.dtype))
+
+
+def _like(value: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
+    """``fresh`` with a gradient if ``value`` has one; one that is no leaf may be written to."""
+    fresh.requires_grad_(value.requires_grad)
+    if value.is_leaf:
+        return fresh
+    with torch.enable_grad():
+        return fresh.clone()
+
+
+@contextlib.contextmanager
+def _low_fakes(low: torch.dtype) -> Iterator[None]:
+    """While Dynamo reads: fakes of fp32 tensors are low, and operands of two dtypes are promoted."""
+    import torch._dynamo.utils as utils
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    thread = threading.get_ident()  # Dynamo compiles one frame at a time, but export holds no lock
+    make, run = FakeTensorMode.from_tensor, utils.run_node
+    known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def from_tensor(mode: Any, tensor: torch.Tensor, **kwargs: Any) -> Any:
+        fake = make(mode, tensor, **kwargs)
+        if threading.get_ident() != thread or type(fake) is not FakeTensor or fake.dtype is not torch.float32:
+            return fake
+        if id(fake) not in known:
+            known[id(fake)] = (_lowered(fake, low, isinstance(tensor, nn.Parameter)), fake)
+        return known[id(fake)][0]
+
+    def run_node(tracer: Any, node: fx.Node, args: Any, kwargs: Any, nnmodule: Any) -> Any:
+        if threading.get_ident() != thread:
+            return run(tracer, node, args, kwargs, nnmodule)
+        call = lambda a, k: run(tracer, node, a, k, nnmodule)  # noqa: E731
+        return promoting(call, args, kwargs, in_place=str(node.target).endswith("_") or "setitem" in str(node.target))
+
+    with (
+        _ONE_AT_A_TIME,
+        mock.patch.object(FakeTensorMode, "from_tensor", from_tensor),
+        mock.patch.object(utils, "run_node", run_node),
+    ):
+        yield
+
+
+def _lowered(fake: Any, low: torch.dtype, parameter: bool) -> torch.Tensor:
+    with fake.fake_mode, torch.no_grad():
+        new = torch.empty_strided(fake.size(), fake.stride(), dtype=low, device=fake.device)
+        return nn.Parameter(new, fake.requires_grad) if parameter else _like(fake, new)
+
+
+@contextlib.contextmanager
+def _followed_dtypes() -> Iterator[None]:
+    """While Dynamo reads: note on each call that names a dtype the tensor whose dtype it is (``g.DTYPE_OF``)."""
+    from torch._dynamo.output_graph import SubgraphTracer
+    from torch._dynamo.variables.constant import ConstantVariable
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    ask, use, call = TensorVariable.method_attr_dtype, ConstantVariable.as_proxy, SubgraphTracer.create_proxy
+    thread = threading.get_ident()
+    asked: dict[int, tuple[Any, fx.Node]] = {}  # by id of Dynamo's constant: the constant, and the tensor's node
+    named: list[fx.Node] = []
+
+    def method_attr_dtype(tensor: Any, tx: Any) -> Any:
+        found = ask(tensor, tx)
+        if threading.get_ident() == thread and isinstance(found, ConstantVariable):
+            found = copy.copy(found)
+            asked[id(found)] = (found, tensor.as_proxy().node)
+        return found
+
+    def as_proxy(constant: Any) -> Any:
+        if threading.get_ident() == thread and id(constant) in asked:
+            named.append(asked[id(constant)][1])
+        return use(constant)
+
+    def create_proxy(tracer: Any, *args: Any, **kwargs: Any) -> Any:
+        proxy = call(tracer, *args, **kwargs)
+        if threading.get_ident() == thread and named:
+            if any(isinstance(v, torch.dtype) for v in pytree.tree_leaves((proxy.node.args, proxy.node.kwargs))):
+                proxy.node.meta[g.DTYPE_OF] = named[-1].name
+            named.clear()
+        return proxy
+
+    with (
+        mock.patch.object(TensorVariable, "method_attr_dtype", method_attr_dtype),
+        mock.patch.object(ConstantVariable, "as_proxy", as_proxy),
+        mock.patch.object(SubgraphTracer, "create_proxy", create_proxy),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The second reading leaves no mark in Dynamo's counts, from which reports tell what was not captured."""
+    from torch._dynamo.utils import counters
+
+    before = {key: copy.copy(value) for key, value in counters.items()}
+    try:
+        yield
+    finally:
+        counters.clear()
+        counters.update(before)
+
+
+def promoting(call: Callable[[Any, Any], Any], args: Any, kwargs: Any, in_place: bool, alike: Any = None) -> Any:
+    """Call an op; if torch refuses it in the low dtype, or for operands of two, again with all of them in one.
+
+    In the twin a parameter is low and what the code made itself may be fp32, and some ops (fft, linalg) have no low
+    kernel: a model that runs under autocast need not run in pure low precision. ``alike(tensor, dtype)`` converts
+    one operand.
+    """
+    try:
+        return call(args, kwargs)
+    except (RuntimeError, TypeError):
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        floats = [t for t in tensors if t.dtype in g.ELIGIBLE]
+        if not any(t.dtype in g.LOW_DTYPES for t in floats) or (in_place and len({t.dtype for t in floats}) < 2):
+            raise
+        dtype = floats[0].dtype if in_place else torch.float32
+        convert = alike or (lambda t, d: t.to(d))
+
+        def change(value: torch.Tensor) -> torch.Tensor:
+            return convert(value, dtype) if value.dtype in g.ELIGIBLE and value.dtype != dtype else value
+
+        return call(*pytree.tree_map_only(torch.Tensor, change, (args, kwargs)))
+
+
+# ------------------------------------------------------------------------------------------------ export
+
+
+def sharing_copy(model: nn.Module) -> nn.Module:
+    """A deep copy whose parameters and buffers are the model's own tensors: other Python state, no memory."""
+    tensors = (*model.parameters(), *model.buffers())
+    return copy.deepcopy(model, {id(t): t for t in tensors})
+
+
+@contextlib.contextmanager
+def low_trace(low: torch.dtype) -> Iterator[None]:
+    """What ``torch.export`` traces inside is traced in ``low``."""
+    with _low_fakes(low), _PromotingMode():
+        yield
+
+
+class _PromotingMode(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from .lower import converted
+
+        name = getattr(func, "__name__", "")
+        in_place = "setitem" in name or (name.endswith("_") and not name.endswith("__"))
+        return promoting(lambda a, k: func(*a, **k), args, kwargs or {}, in_place, converted)

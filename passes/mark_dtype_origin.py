@@ -1,0 +1,280 @@
+"""mark_dtype_origin: which dtypes and numbers in the graph are the author's choice, and which followed a dtype.
+
+The graph was traced in fp32, its twin (``ctx.twin``) in the low dtype. The two are laid side by side, by op, source
+line and module; then, for each pair of nodes:
+
+1. ``to(x, f32)`` in both           →  explicit: the author wants fp32 there, at every level
+2. ``to(x, f32)`` and ``to(x, bf16)``  →  follows: the code wrote ``x.to(y.dtype)``; the same for ``dtype=`` arguments
+3. ``-3.4e38`` and ``-65504``         →  the number is the dtype's own; both are noted
+4. ``torch.tensor(v, dtype=y.dtype)``, a constant of one value  →  ``full([...], v, dtype=f32)``, then as 2 and 3
+5. a cast that only the twin has    →  added here, because ``if x.dtype != d: x = x.to(d)`` skipped it in fp32
+6. a use of ``x.float()`` where the twin uses ``x``  →  put right (a tracer may take the one for the other in fp32)
+7. other code in one of them only (``if x.dtype == torch.float16: x = x.clamp(...)``)  →  what it touches stays fp32,
+   and the user is told which line it is
+
+It writes ``node.meta["amp_origin"]``. Without a twin nothing depends on dtypes, and it does nothing.
+Requires: normalized. Ensures: origin. A second run changes nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from amp_compiler import graph as g
+from amp_compiler.graph import Origin
+from amp_compiler.policy import dtype_name
+
+from .base import Context, Dialect, Pass
+
+aten = torch.ops.aten
+CASTS = ("to", "_to_copy", "type_as", "prims::convert_element_type")
+#: what a tracer puts behind a constant tensor of the code
+LIFTS = ("lift_fresh_copy", "lift_fresh", "lift")
+#: nodes of a trace that compute nothing
+SILENT = ("_assert_tensor_metadata", "_enter_autocast", "_exit_autocast", "_set_grad_enabled")
+Pairs = dict[fx.Node, fx.Node]
+#: the name of code that a tracer wrote has another number in each trace
+_GENERATED = re.compile(r"<eval_with_key>\.\d+")
+
+
+def run(gm: fx.GraphModule, ctx: Context) -> bool:
+    if ctx.twin is None:
+        return False
+    modified = _Comparison(gm, ctx.twin, ctx).run()
+    if modified:
+        gm.recompile()
+    return modified
+
+
+class _Comparison:
+    """One graph beside its twin; graphs inside higher-order nodes are compared in the same way."""
+
+    def __init__(self, gm: fx.GraphModule, twin: fx.GraphModule, ctx: Context) -> None:
+        self.gm, self.twin, self.ctx = gm, twin, ctx
+        self.low = ctx.policy.low
+        self.ours: Pairs = {}  # node of the twin -> node of the graph
+        self.found: dict[fx.Node, Origin] = {}
+        self.added: Pairs = {}  # cast that only the twin has -> its copy in the graph
+        self.by_name = {n.name: n for n in twin.graph.nodes}
+        self.modified = False
+
+    def run(self) -> bool:
+        pairs, alone = self.align()
+        pairs = {self.spelled_out(ours, theirs): theirs for ours, theirs in pairs.items()}
+        self.ours = {theirs: ours for ours, theirs in pairs.items()}
+        for ours, theirs in pairs.items():
+            if ours.op == "call_function":
+                self.rewire(ours, theirs)
+        for ours, theirs in pairs.items():
+            self.found[ours] = self.verdict(ours, theirs)
+            if g.is_higher_order(ours):
+                self.bodies(ours, theirs)
+        for node in alone:
+            self.doubt(node, f"the model's code takes another way in {dtype_name(self.low)}")
+        for theirs in self.calls(self.twin):
+            if theirs not in self.ours and not self.skipped_cast(theirs):
+                self.guarded(theirs)
+        for node, new in self.found.items():
+            if node.meta.get(g.ORIGIN) != new:
+                node.meta[g.ORIGIN] = new
+                self.modified = True
+        return self.modified
+
+    # -------------------------------------------------------------------------------------- side by side
+
+    def align(self) -> tuple[Pairs, list[fx.Node]]:
+        """Pairs of nodes that are one line's op in both graphs, and the nodes that have no partner."""
+        pairs: Pairs = {}
+        for op in ("placeholder", "get_attr", "output"):
+            mine, other = (self.of_kind(gm, op) for gm in (self.gm, self.twin))
+            if len(mine) == len(other):
+                pairs.update(zip(mine, other, strict=True))
+        mine, other = self.calls(self.gm), self.calls(self.twin)
+        alone: list[fx.Node] = []
+        keys = [_key(n) for n in mine], [_key(n) for n in other]
+        if [name for name, *_ in keys[0]] == [name for name, *_ in keys[1]]:  # the same ops: nothing to search for
+            return pairs | dict(zip(mine, other, strict=True)), []
+        for left, right in _matching(*keys):
+            if right is None:
+                alone.append(mine[left])
+            else:
+                pairs[mine[left]] = other[right]
+        return pairs, alone
+
+    @staticmethod
+    def of_kind(gm: fx.GraphModule, op: str) -> list[fx.Node]:
+        return [n for n in gm.graph.nodes if n.op == op]
+
+    def calls(self, gm: fx.GraphModule) -> list[fx.Node]:
+        found = self.of_kind(gm, "call_function")
+        return [n for n in found if getattr(n.target, "__name__", "").split(".")[0] not in SILENT]
+
+    def bodies(self, ours: fx.Node, theirs: fx.Node) -> None:
+        inner, other = g.subgraphs(self.gm, ours), g.subgraphs(self.twin, theirs)
+        for (_, mine), (_, twin) in zip(inner, other, strict=False):
+            if _Comparison(mine, twin, self.ctx).run():
+                mine.recompile()
+                self.modified = True
+
+    def spelled_out(self, ours: fx.Node, theirs: fx.Node) -> fx.Node:
+        """For a constant of one value whose dtype followed another: the same as a ``full`` node."""
+        if ours.op != "call_function" or g.op_name(ours) not in LIFTS or g.op_name(theirs) not in LIFTS:
+            return ours
+        mine, low = g.constant(self.gm, ours.args[0]), g.constant(self.twin, theirs.args[0])
+        if mine is None or low is None or mine.dtype is not torch.float32 or low.dtype is not self.low:
+            return ours
+        if not all(bool((t == t.flatten()[0]).all()) for t in (mine, low) if t.numel()):
+            return ours
+        value, limit = (float(t.flatten()[0]) if t.numel() else 0.0 for t in (mine, low))
+        with self.gm.graph.inserting_before(ours):
+            new = self.gm.graph.create_node(
+                "call_function", aten.full.default, (list(mine.shape), value),
+                {"dtype": torch.float32, "device": mine.device, "pin_memory": False},
+            )  # fmt: skip
+        new.meta.update(ours.meta)
+        numbers = (("fill_value", limit),) if limit != float(mine.new_tensor(value).to(self.low)) else ()
+        new.meta[g.ORIGIN] = Origin(True, self.low, numbers)
+        ours.replace_all_uses_with(new)
+        self.gm.graph.erase_node(ours)
+        self.modified = True
+        return new
+
+    # ------------------------------------------------------------------------------------------- verdict
+
+    def verdict(self, ours: fx.Node, theirs: fx.Node) -> Origin:
+        if g.op_name(ours) == "full" and g.op_name(theirs) in LIFTS and (known := g.origin(ours)) is not None:
+            return known
+        mine, other = dict(g.schema_args(ours)), dict(g.schema_args(theirs))
+        named, low = mine.get("dtype"), other.get("dtype")
+        if g.op_name(ours) in CASTS:
+            named, low = _result(ours), _result(theirs)
+        follows = named is torch.float32 and low is self.low
+        numbers = tuple(
+            (name, float(other[name])) for name, value in mine.items()
+            if _is_number(value) and _is_number(other.get(name)) and value != other[name]
+        )  # fmt: skip
+        return Origin(follows, _result(theirs), numbers, of=self.asked(ours, theirs) if follows else "")
+
+    def asked(self, ours: fx.Node, theirs: fx.Node) -> str:
+        """The name of the node whose dtype a cast names: ``x.to(y)`` says it, ``x.to(y.dtype)`` was followed."""
+        if g.DTYPE_OF in ours.meta:
+            return str(ours.meta[g.DTYPE_OF])
+        found = self.by_name.get(theirs.meta.get(g.DTYPE_OF, ""))
+        other = self.ours.get(found) if found is not None else None
+        return other.name if other is not None else ""
+
+    def doubt(self, node: fx.Node, why: str) -> None:
+        """Keep a node in fp32 and tell the user, once a line."""
+        known = self.found.get(node, Origin())
+        if node.op != "call_function" or known.unsure or not any(g.is_eligible(v) for v in g.tensor_outputs(node)):
+            return
+        self.found[node] = replace(known, unsure=why)
+        line = g.source_line(node) or node.name
+        if not any(note.startswith(f"{line}:") for note in self.ctx.notes):
+            self.ctx.notes.append(f"{line}: stays in fp32, because {why}")
+
+    def guarded(self, theirs: fx.Node) -> None:
+        """Code that only the twin has: what goes into it was treated there and is not here."""
+        line = g.source_line(theirs) or g.op_name(theirs)
+        for source in theirs.all_input_nodes:
+            ours = self.counterpart(source)
+            if ours is not None:
+                self.doubt(ours, f"in {dtype_name(self.low)} alone the model's code does more with it ({line})")
+
+    # -------------------------------------------------------------------------------------------- edges
+
+    def rewire(self, ours: fx.Node, theirs: fx.Node) -> None:
+        """Where both use the same value, but the twin before or after a cast, do as the twin."""
+        mine = [n for n in pytree.tree_leaves((ours.args, ours.kwargs)) if isinstance(n, fx.Node)]
+        other = [n for n in pytree.tree_leaves((theirs.args, theirs.kwargs)) if isinstance(n, fx.Node)]
+        if len(mine) != len(other):
+            return
+        wanted = []
+        for has, source in zip(mine, other, strict=True):
+            want = self.counterpart(source, before=ours)
+            wanted.append(want if want is not None and want is not has and _root(want) is _root(has) else has)
+        if wanted != mine:
+            values = iter(wanted)
+            args, kwargs = pytree.tree_map_only(fx.Node, lambda _: next(values), (ours.args, ours.kwargs))
+            ours.args, ours.kwargs = args, kwargs
+            self.modified = True
+
+    def counterpart(self, theirs: fx.Node, before: fx.Node | None = None) -> fx.Node | None:
+        """The graph's node for one of the twin's; a cast that only the twin has is added, ``before`` a node."""
+        found = self.ours.get(theirs) or self.added.get(theirs)
+        if found is not None or before is None or not self.skipped_cast(theirs):
+            return found
+        source = self.counterpart(g.cast_source(theirs), before)
+        value = g.tensor_of(source) if source is not None else None
+        if source is None or value is None or value.dtype is not torch.float32:
+            return source
+        with self.gm.graph.inserting_before(before):
+            new = self.gm.graph.create_node("call_function", aten.to.dtype, (source, torch.float32))
+        new.meta.update({k: v for k, v in theirs.meta.items() if k not in ("val", g.META, g.ORIGIN)})
+        new.meta["val"] = value
+        new.meta[g.ORIGIN] = Origin(_result(theirs) is self.low, _result(theirs), of=self.asked(new, theirs))
+        self.added[theirs] = new
+        self.modified = True
+        return new
+
+    def skipped_cast(self, theirs: fx.Node) -> bool:
+        """A float cast of the twin's that the graph does not have."""
+        if theirs in self.ours or g.op_name(theirs) not in CASTS or not theirs.args:
+            return False
+        source = theirs.args[0]
+        return isinstance(source, fx.Node) and g.is_eligible(g.tensor_of(source)) and g.is_eligible(g.tensor_of(theirs))
+
+
+# ------------------------------------------------------------------------------------------- small facts
+
+
+def _key(node: fx.Node) -> tuple[str, str, str]:
+    name = g.op_name(node)
+    name = "cast" if name in CASTS else "full" if name in LIFTS else name
+    name = "detach" if name == "detach_" else name  # the twin is as it was traced, the graph is normalized
+    return name, _GENERATED.sub("", node.meta.get("stack_trace") or ""), g.module_path(node)
+
+
+def _matching(mine: Sequence[Any], other: Sequence[Any]) -> list[tuple[int, int | None]]:
+    """For each position of ``mine`` the position of its partner in ``other``, or None."""
+    start = 0
+    while start < min(len(mine), len(other)) and mine[start] == other[start]:
+        start += 1
+    found: list[tuple[int, int | None]] = [(i, i) for i in range(start)]
+    if start == len(mine):
+        return found
+    partner: dict[int, int] = {}
+    matcher = difflib.SequenceMatcher(None, mine[start:], other[start:], autojunk=False)
+    for block in matcher.get_matching_blocks():
+        partner.update({block.a + k: block.b + k for k in range(block.size)})
+    return found + [(start + i, start + partner[i] if i in partner else None) for i in range(len(mine) - start)]
+
+
+def _result(node: fx.Node) -> torch.dtype | None:
+    value = g.tensor_of(node)
+    return None if value is None else value.dtype
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """The value before any cast from fp32 to fp32."""
+    while node.op == "call_function" and g.op_name(node) in CASTS and isinstance(node.args[0], fx.Node):
+        source = node.args[0]
+        if _result(source) is not torch.float32 or _result(node) is not torch.float32:
+            break
+        node = source
+    return node
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+PASS = Pass("mark_dtype_origin", Dialect.PRE_DISPATCH, requires=("normalized",), ensures=("origin",), run=run)
