@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import time
 import types
 import warnings
@@ -23,7 +24,7 @@ from .ops.names import OpLike
 from .passes.base import Context
 from .policy import Policy, check_level, check_low_dtype, default_dtype, dtype_name, matches
 from .report import Report, Row, build_report, cast_totals, graph_rows
-from .scopes import marked_modules, modules_of
+from .scopes import Surroundings, inside_call, marked_modules, modules_of
 from .verify import deep_by_default, verify
 
 BACKENDS = ("auto", "eager", "inductor")
@@ -59,6 +60,7 @@ class State:
     not_captured: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     warned: set[str] = field(default_factory=set)
+    entered: Surroundings = field(default_factory=Surroundings.now)  # the regions around the call that is running
 
     def missed(self, reasons: Iterable[str]) -> None:
         """Graph breaks that no captured graph tells of, as when the code before them had no tensor op."""
@@ -114,7 +116,10 @@ class AmpModule(nn.Module):
             )
             object.__setattr__(self, "_compiled", compiled)
         before, pieces = dynamo.Tally.now(), len(self._state.pieces)
-        with self._no_autocast(), dynamo.capture_settings():
+        with self._no_autocast(), dynamo.capture_settings(), inside_call() as surroundings:
+            self._state.entered = surroundings
+            if self._state.entered.scopes:
+                self._state.leave("a precision scope acts inside a model's code; around a call of it, it does nothing")
             try:
                 result = self._compiled(*args, **kwargs)
             except Exception as error:
@@ -123,6 +128,14 @@ class AmpModule(nn.Module):
                 if explained is None:
                     raise
                 raise explained from error
+        if Surroundings.now().opened > self._state.entered.opened and "scope" not in self._state.warned:
+            self._state.warned.add("scope")
+            why = "; ".join(before.breaks_since()) or "see not_captured in the report"
+            self._state.leave(
+                "a precision scope has a graph break inside it, and Dynamo then leaves the function that holds it as "
+                "plain Python: its own ops run in fp32, what it calls inside the scope is compiled for the scope's "
+                f"precision. Move the break out of the scope, or mark a module by set_precision. The break: {why}"
+            )
         if not self._state.pieces:
             self._nothing_captured(before.skipped_since("raised" in self._state.warned))
         elif len(self._state.pieces) > pieces:
@@ -225,7 +238,35 @@ class AmpModule(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name in AmpModule._OWN:
             raise AttributeError(name)
-        return getattr(self._original, name)
+        found = getattr(self._original, name)
+        if isinstance(found, types.MethodType) and found.__self__ is self._original and not self._is_function:
+            return self._calling_compiled(found)
+        return found
+
+    def _calling_compiled(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """A method of the original (``generate``) that finds the compiled forward when it calls the model."""
+        original: nn.Module = self._original
+
+        @functools.wraps(original.forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            here = original.__dict__.pop("forward")  # the compiled model calls the original's own
+            try:
+                return self(*args, **kwargs)
+            finally:
+                original.__dict__["forward"] = here
+
+        @functools.wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            hooked = original._forward_hooks or original._forward_pre_hooks  # they would run twice
+            if not self.enabled or hooked or "forward" in original.__dict__:
+                return method(*args, **kwargs)
+            original.__dict__["forward"] = forward
+            try:
+                return method(*args, **kwargs)
+            finally:
+                original.__dict__.pop("forward", None)
+
+        return run
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in AmpModule._OWN or not self.__dict__.get("_ready", False) or self._is_function:
@@ -255,6 +296,25 @@ class AmpModule(nn.Module):
     def __repr__(self) -> str:
         policy = self.policy
         return f"amp_compile(level={policy.level!r}, dtype={dtype_name(policy.low)})({self._original!r})"
+
+
+class AmpMethod:
+    """A compiled method of a module. No module itself, so that ``model.forward = amp_compile(model.forward)`` sets an
+    attribute (nn.Module would file another module away as a child, and go on calling the class's forward)."""
+
+    def __init__(self, compiled: AmpModule) -> None:
+        self._compiled = compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._compiled(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_compiled":
+            raise AttributeError(name)
+        return getattr(self._compiled, name)
+
+    def __repr__(self) -> str:
+        return repr(self._compiled)
 
 
 # -------------------------------------------------------------------------------------------- the backend
@@ -314,6 +374,7 @@ class _Backend:
             self.options.keep_output_dtypes,
             marked_modules(modules),
             self.twin(gm, paths),
+            self.around(gm),
         )
         verify(graph, ("captured",), ctx, "capture")
         history = [
@@ -325,6 +386,20 @@ class _Backend:
         for note in ctx.notes:
             self.state.leave(note)
         return graph
+
+    def around(self, gm: fx.GraphModule) -> tuple[str, torch.dtype | None] | None:
+        """A region of the model's code that is not in the graph: Dynamo runs it as plain Python, because the graph
+        breaks inside it, and compiles what is called there. Guards see a precision scope, not an autocast region."""
+        if any(getattr(n.target, "__name__", "") == "_enter_autocast" for n in gm.graph.nodes):
+            return None  # this graph shows its regions
+        found = self.state.entered.region_since()
+        if found is not None and found[0] == "autocast":
+            self.state.leave(
+                "a graph break inside a torch.autocast region makes Dynamo run the region as plain Python: the code "
+                "that it calls is compiled for that precision, and the same code called elsewhere may reuse it, or the "
+                "other way round. Use precision(...) or set_precision instead, or move the break out of the region"
+            )
+        return found
 
     def twin(self, gm: fx.GraphModule, paths: dict[int, str]) -> fx.GraphModule | None:
         """The same frame in the low dtype, if its code can depend on dtypes (``capture/twin.py``)."""
@@ -471,14 +546,16 @@ def amp_compile(
     base = (policy or Policy(level, dtype)).with_ops(low=white_list, fp32=black_list)
     excluded = _exclusions(exclude)
 
-    def compile_one(target: Callable[..., Any]) -> AmpModule:
-        if isinstance(target, AmpModule):
+    def compile_one(target: Callable[..., Any]) -> AmpModule | AmpMethod:
+        if isinstance(target, (AmpModule, AmpMethod)):
             raise ArgumentError("This module is amp_compile'd already: compile module.original with the new options.")
         if isinstance(target, type) or not callable(target):
             what = f"the class {target.__name__}" if isinstance(target, type) else f"{type(target).__name__} {target!r}"
             raise ArgumentError(f"amp_compile takes a torch.nn.Module or a function, not {what}.")
         chosen = _with_excluded(_with_dtype(base, dtype, target), target, excluded)
-        return AmpModule(target, Options(chosen, backend, keep_output_dtypes, dynamic, fullgraph, names))
+        made = AmpModule(target, Options(chosen, backend, keep_output_dtypes, dynamic, fullgraph, names))
+        of_a_module = isinstance(getattr(target, "__self__", None), nn.Module)
+        return AmpMethod(made) if of_a_module else made
 
     return compile_one if model is None else compile_one(model)
 

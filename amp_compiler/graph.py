@@ -469,6 +469,18 @@ def module_stack(node: fx.Node) -> list[tuple[str, Any]]:
     return found if found is not None else []
 
 
+def module_chain(node: fx.Node) -> list[str]:
+    """The paths of all modules around a node, outermost first, those included that are never called (a ModuleList)
+    or that a graph break hid from the tracer."""
+    found = [""]
+    for path, _ in module_stack(node):
+        parts = path.split(".") if path else []
+        for end in range(1, len(parts) + 1):
+            if (prefix := ".".join(parts[:end])) not in found:
+                found.append(prefix)
+    return found
+
+
 def module_path(node: fx.Node) -> str:
     """The path of the innermost module that a node came from ('' for the model itself)."""
     stack = module_stack(node)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,8 +28,7 @@ _LIBRARY.impl("scope", lambda precision: None, "CompositeImplicitAutograd")
 torch.fx.node.has_side_effect(torch.ops.amp.scope.default)
 
 
-@contextlib.contextmanager
-def precision(dtype: Any) -> Iterator[None]:
+def precision(dtype: Any) -> contextlib.AbstractContextManager[None]:
     """Run the ops inside in ``"float32"``, ``"float16"`` or ``"bfloat16"``, whatever the level says.
 
     A context manager and a decorator, for use inside a model's code; the innermost wins. Outside of a model that
@@ -36,15 +37,86 @@ def precision(dtype: Any) -> Iterator[None]:
     >>> with precision("float32"):
     ...     y = torch.ones(2) * 3
     """
-    name = dtype_name(precision_dtype(dtype))
+    return _scope(dtype_name(precision_dtype(dtype)))
+
+
+@contextlib.contextmanager
+def _scope(name: str) -> Iterator[None]:
+    """A generator, because Dynamo (torch 2.13) does not trace a class with ``__enter__`` here."""
     if not torch.compiler.is_compiling():
-        yield
+        with _opened_by_python(name):
+            yield
         return
     torch.ops.amp.scope(name)
     try:
         yield
     finally:
         torch.ops.amp.scope("")
+
+
+class _Thread(threading.local):
+    """The precision scopes that plain Python, not a trace, has opened: those that are open, and how many there were."""
+
+    def __init__(self) -> None:
+        self.open: list[str] = []
+        self.count = 0
+        self.calls = 0  # of compiled models that are running
+
+
+_PYTHON = _Thread()
+
+
+@contextlib.contextmanager
+def _opened_by_python(name: str) -> Iterator[None]:
+    """Remember the scope, and let Dynamo's guards see it, so that code compiled inside is not reused outside.
+
+    They look at whether autocast keeps a cache (torch 2.13). In a call of a compiled model autocast is off, so that
+    the switch does nothing else there.
+    """
+    _PYTHON.open.append(name)
+    _PYTHON.count += 1
+    before = torch.is_autocast_cache_enabled()
+    if _PYTHON.calls:
+        torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+        _PYTHON.open.pop()
+
+
+@contextlib.contextmanager
+def inside_call() -> Iterator[Surroundings]:
+    """A call of a compiled model; yields the regions around it."""
+    _PYTHON.calls += 1
+    try:
+        yield Surroundings.now()
+    finally:
+        _PYTHON.calls -= 1
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """The regions around code that is about to run."""
+
+    scopes: int
+    autocasts: int
+    opened: int  # scopes that this thread has opened so far
+
+    @staticmethod
+    def now() -> Surroundings:
+        torch.autocast_increment_nesting()
+        return Surroundings(len(_PYTHON.open), torch.autocast_decrement_nesting(), _PYTHON.count)
+
+    def region_since(self) -> tuple[str, torch.dtype | None] | None:
+        """(kind, dtype) of a region that Python opened since then, as when a graph breaks inside one."""
+        after = Surroundings.now()
+        if after.scopes > self.scopes:
+            return "precision", precision_dtype(_PYTHON.open[-1])
+        if after.autocasts > self.autocasts:
+            device = next((d for d in ("cuda", "cpu") if torch.is_autocast_enabled(d)), None)
+            return "autocast", torch.get_autocast_dtype(device) if device is not None else None
+        return None
 
 
 def set_precision(module: nn.Module, dtype: Any) -> nn.Module:

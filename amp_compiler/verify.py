@@ -132,6 +132,8 @@ def _cast(gm: fx.GraphModule, ctx: Any, where: str) -> None:
             for value, dtype in zip(values, known.out, strict=True):
                 if value is not None and dtype is not None and value.dtype != dtype:
                     _fail(where, node, f"is decided to give {dtype}, its value says {value.dtype}.")
+        if g.is_higher_order(node) and known.rule in ("transparent", "sealed"):
+            _same_as_bodies(gm, node, where)
         if known.mode is Mode.CAST and node.op == "call_function" and not g.is_higher_order(node):
             for name, arg in g.tensor_args(node):
                 value = g.tensor_of(arg)
@@ -139,6 +141,17 @@ def _cast(gm: fx.GraphModule, ctx: Any, where: str) -> None:
                 if free and value is not None and value.dtype != known.precision:
                     what = f"runs in {known.precision}, but its argument '{name}' ({arg.name}) is {value.dtype}."
                     _fail(where, node, what)
+
+
+def _same_as_bodies(gm: fx.GraphModule, node: fx.Node, where: str) -> None:
+    """What a higher-order node gives is what the graphs inside it give, where they give as many values."""
+    said = [None if v is None else v.dtype for v in g.tensor_outputs(node)]
+    for name, body in g.subgraphs(gm, node):
+        gives = g.output_dtypes(body)
+        if len(gives) == len(said) and any(
+            a is not None and b is not None and a != b for a, b in zip(gives, said, strict=True)
+        ):
+            _fail(where, node, f"gives {said}, but its body '{name}' gives {gives}.")
 
 
 def _functional(gm: fx.GraphModule, ctx: Any, where: str) -> None:

@@ -24,13 +24,14 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 sys.path.append(str(ROOT / "tests"))  # the networks are those of the tests
-from networks import BF16_ONLY, NETWORKS, BertLike  # noqa: E402
+from networks import BF16_ONLY, NETWORKS, BertLike, LlamaLike  # noqa: E402
 
 __all__ = [
     "BF16_ONLY",
     "DTYPES",
     "NETWORKS",
     "BertLike",
+    "LlamaLike",
     "console",
     "interleave",
     "machine",

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from common import BertLike, console, interleave, ms, print_header, print_table, spread, write_results
+from common import BertLike, LlamaLike, console, interleave, ms, print_header, print_table, spread, write_results
 from torch import Tensor, nn
 
 from amp_compiler import amp_compile
@@ -26,10 +26,12 @@ OURS, PEER = "amp_compile O2", "torch.compile aot_eager"
 class Subject:
     """One size of transformer, and what its compilations showed."""
 
-    def __init__(self, layers: int, hidden: int) -> None:
+    def __init__(self, layers: int, hidden: int, model: str = "bert") -> None:
         torch.manual_seed(0)
         self.layers = layers
-        self.model = BertLike(layers, hidden, heads=4, intermediate=4 * hidden, vocab=100, seq=16)
+        self.model: nn.Module = LlamaLike(layers, hidden, heads=4, vocab=100)
+        if model == "bert":
+            self.model = BertLike(layers, hidden, heads=4, intermediate=4 * hidden, vocab=100, seq=16)
         self.ids = torch.randint(100, (2, 16))
         self.samples: dict[str, list[float]] = {}
         self.runs: dict[str, list[float]] = defaultdict(list)  # a second step, nothing left to compile
@@ -82,11 +84,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 32])
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--model", choices=["bert", "llama"], default="bert", help="llama's code reads dtypes")
     args = parser.parse_args()
 
     facts = print_header("Compile time: first call and first backward")
     Subject(1, 16).measure(1)  # imports and torch's own caches
-    subjects = [Subject(layers, args.hidden) for layers in sorted(args.layers)]
+    subjects = [Subject(layers, args.hidden, args.model) for layers in sorted(args.layers)]
     for subject in subjects:
         subject.measure(args.rounds)
 

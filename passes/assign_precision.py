@@ -198,7 +198,11 @@ class _Assign:
         shared |= self.native and self.policy.autocast_device is None  # a body that stays as it is
         if self.policy.level == "O0" or known is None or not known.follows or known.unsure or shared:
             return Decision(Mode.NATIVE, dtype, "a cast that the model's code asks for", out=out, rule="author")
-        dtype = self.followed(node)
+        dtype, source = self.followed(node), node.args[0]
+        held = self.carried.get(source) if isinstance(source, fx.Node) else None
+        if held is not None and not held.survives(dtype) and self.policy.autocast_device is None:
+            reason = f"it holds the constant {held.value:g}, which {dtype_name(dtype)} cannot hold: stays in fp32"
+            return Decision(Mode.NATIVE, torch.float32, reason, out=(torch.float32,), rule="author")
         reason = f"a cast to the dtype of another value, which is {dtype_name(dtype)}"
         return Decision(Mode.NATIVE, dtype, reason, out=(dtype,), rule="follows", named=dtype)
 
@@ -595,10 +599,7 @@ class _Assign:
         changes which low dtype the classes use."""
         region = node.meta.get(g.REGION)
         depth = region.depth if isinstance(region, Region) else 0
-        paths = [path for path, _ in g.module_stack(node)]
-        if "" not in paths:
-            paths.insert(0, "")  # the model itself
-            depth += isinstance(region, Region)
+        paths = g.module_chain(node)
         for index in range(len(paths) - 1, depth - 1, -1):  # a module called in the region is inside it
             dtype = self.ctx.module_precision.get(paths[index])
             if dtype is not None:

@@ -29,6 +29,8 @@ class Context:
     module_precision: Mapping[str, torch.dtype] = field(default_factory=dict)
     #: the same code traced in the low dtype (``capture/twin.py``), where it can depend on dtypes at all
     twin: fx.GraphModule | None = None
+    #: (kind, dtype) of a region that plain Python opened around the whole graph
+    around: tuple[str, torch.dtype | None] | None = None
     #: what passes want the user to know; the caller warns and puts it into the report
     notes: list[str] = field(default_factory=list)
 

@@ -71,13 +71,14 @@ def _insert(gm: fx.GraphModule, keep_outputs: bool) -> bool:
             continue
 
         def adapt(name: str, value: fx.Node, node: fx.Node = node, known: Decision = known) -> fx.Node:
-            target = wanted_dtype(known, name, value)
+            target = wanted_dtype(known, name, value, g.mutated_args(node))
             return value if target is None else cast(value, target, node)
 
         g.map_tensor_args(node, adapt)
         if g.is_higher_order(node):
             modified |= _bodies(gm, node, known)
     _update_values(gm)
+    modified |= _drop_empty_casts(graph)
     if modified:
         gm.recompile()
     return modified
@@ -104,25 +105,39 @@ def _arguments(graph: fx.Graph) -> bool:
 
 
 def _drop_empty_casts(graph: fx.Graph) -> bool:
-    """A cast to the dtype that its source now has gives its source back, in torch as here."""
+    """A cast to the dtype that its source now has gives its source back, in torch as here.
+
+    It stays for an output, and for a node that takes what it was traced with, until these have been seen to: in the
+    trace the two differ.
+    """
     modified = False
     for node in list(graph.nodes):
-        if g.is_cast(node) and g.decision(node) is not None and g.dtype_of(g.cast_source(node)) == g.cast_dtype(node):
-            node.replace_all_uses_with(g.cast_source(node))
+        if not g.is_cast(node) or g.decision(node) is None or g.dtype_of(g.cast_source(node)) != g.cast_dtype(node):
+            continue
+        source = g.cast_source(node)
+        before, after = g.tensor_of(source), g.tensor_of(node)
+        converts = before is not None and after is not None and before.dtype != after.dtype
+        for user in list(node.users):
+            known = g.decision(user)
+            if converts and (user.op == "output" or (known is not None and known.mode is Mode.TRACED)):
+                continue
+            user.replace_input_with(node, source)
+            modified = True
+        if not node.users:
             graph.erase_node(node)
             modified = True
     return modified
 
 
-def wanted_dtype(known: Decision, name: str, value: fx.Node) -> torch.dtype | None:
+def wanted_dtype(known: Decision, name: str, value: fx.Node, written: frozenset[str]) -> torch.dtype | None:
     """The dtype that an argument has to be cast to, or None where it fits as it is."""
     has, traced = g.dtype_of(value), g.tensor_of(value)
     if traced is None or has is None:
         return None
     if known.mode is Mode.CAST and name not in known.keep_args:
         want = known.precision if g.is_eligible(traced) else None
-    elif known.mode is Mode.TRACED or name in known.keep_args:
-        want = traced.dtype if known.mode is Mode.TRACED and g.is_eligible(traced) else None
+    elif known.mode is Mode.TRACED or (name in known.keep_args and name not in written):
+        want = traced.dtype if g.is_eligible(traced) else None
     else:
         want = None
     return want if want is not None and want != has else None

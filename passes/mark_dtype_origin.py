@@ -185,6 +185,8 @@ class _Comparison:
         """Code that only the twin has: what goes into it was treated there and is not here."""
         line = g.source_line(theirs) or g.op_name(theirs)
         for source in theirs.all_input_nodes:
+            while self.skipped_cast(source) and source not in self.added:
+                source = g.cast_source(source)
             ours = self.counterpart(source)
             if ours is not None:
                 self.doubt(ours, f"in {dtype_name(self.low)} alone the model's code does more with it ({line})")

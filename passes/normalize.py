@@ -34,7 +34,7 @@ class Region:
 
     kind: str  # "precision" or "autocast"
     dtype: torch.dtype | None
-    depth: int = 0
+    depth: int = 1  # the model itself is around everything
 
     def __str__(self) -> str:
         if self.kind == "precision":
@@ -47,7 +47,7 @@ class Region:
 
 
 def run(gm: fx.GraphModule, ctx: Context) -> bool:
-    modified = _regions(gm, None)
+    modified = _regions(gm, Region(*ctx.around) if ctx.around is not None else None)
     for _, inner in g.all_graphs(gm):
         if _casts(inner.graph):
             modified = True
@@ -114,7 +114,7 @@ def _regions(gm: fx.GraphModule, around: Region | None) -> bool:
     dead: list[fx.Node] = []
     for node in gm.graph.nodes:
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
-        depth = len(g.module_stack(node))
+        depth = len(g.module_chain(node))
         if name == "_enter_autocast":
             _device, dtype, enabled, *_ = node.args
             chosen = (dtype if dtype is not None else _autocast_dtype(node)) if enabled else None

@@ -112,6 +112,63 @@ class BertLike(nn.Module):
         return self.classifier(torch.tanh(self.pooler(x[:, 0])))
 
 
+class RMSNorm(nn.Module):
+    """Computes in fp32 and gives back the dtype that it got, as Llama's does."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = x.dtype
+        x = x.to(torch.float32)
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * x.to(dtype)
+
+
+class LlamaLayer(nn.Module):
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm, self.output_norm = RMSNorm(hidden), RMSNorm(hidden)
+        self.qkv, self.out = nn.Linear(hidden, 3 * hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
+        self.gate, self.up = nn.Linear(hidden, 2 * hidden, bias=False), nn.Linear(hidden, 2 * hidden, bias=False)
+        self.down = nn.Linear(2 * hidden, hidden, bias=False)
+
+    def forward(self, x: Tensor, mask: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, length, hidden = x.shape
+        qkv = self.qkv(self.attention_norm(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k = (t * cos + torch.cat((-t[..., 1::2], t[..., ::2]), -1) * sin for t in (qkv[0], qkv[1]))
+        scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5 + mask
+        weights = torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype)
+        x = x + self.out((weights @ qkv[2]).transpose(1, 2).reshape(batch, length, hidden))
+        h = self.output_norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class LlamaLike(nn.Module):
+    """A decoder whose code asks for dtypes all over: norms, rotary tables, the mask, the softmax."""
+
+    def __init__(self, layers: int = 4, hidden: int = 128, heads: int = 4, vocab: int = 1000) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocab, hidden)
+        self.layers = nn.ModuleList(LlamaLayer(hidden, heads) for _ in range(layers))
+        self.norm, self.head = RMSNorm(hidden), nn.Linear(hidden, vocab, bias=False)
+        width = hidden // heads
+        self.register_buffer("inv_freq", 10000.0 ** (-torch.arange(0, width, 2) / width))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.token(ids)
+        length = ids.shape[1]
+        angles = torch.arange(length).float()[:, None] * self.inv_freq.float().repeat(2)
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        later = torch.triu(torch.ones(length, length, dtype=torch.bool), 1)
+        mask = torch.zeros(length, length, dtype=x.dtype).masked_fill(later, torch.finfo(x.dtype).min)
+        for layer in self.layers:
+            x = layer(x, mask, cos, sin)
+        return self.head(self.norm(x)).float()
+
+
 class Dense(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -335,6 +392,11 @@ def conv_bn() -> Made:
 def encoder() -> Made:
     model = BertLike(layers=2, hidden=32, heads=4, intermediate=64, vocab=50, seq=8)
     return model, (torch.randint(50, (2, 8)),)
+
+
+@network
+def llama() -> Made:
+    return LlamaLike(layers=2, hidden=32, heads=4, vocab=50), (torch.randint(50, (2, 8)),)
 
 
 @network

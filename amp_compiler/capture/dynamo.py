@@ -21,6 +21,12 @@ from torch.utils import _pytree as pytree
 
 #: signatures that one compiled module may have before Dynamo gives up on it
 RECOMPILE_LIMIT = 64
+#: part of a reason for a graph break -> what helps
+REMEDIES = {
+    "Dynamic shape operator": "sizes that depend on values (nonzero, masked_select) are captured with "
+    "torch._dynamo.config.capture_dynamic_output_shape_ops = True",
+    "Tensor.item()": "values read as numbers are captured with torch._dynamo.config.capture_scalar_outputs = True",
+}
 _CALLERS = itertools.count()
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Any]
 
@@ -162,7 +168,7 @@ class Tally:
         """
         after = Tally.now()
         if breaks := self.breaks_since():
-            return breaks[-1]
+            return breaks[-1] + next((f": {hint}" for part, hint in REMEDIES.items() if part in breaks[-1]), "")
         if after.frames - self.frames > after.captured - self.captured:
             return "Dynamo left a frame as plain Python (an exception while tracing, or code that it does not trace)"
         if after.frames == self.frames and failed_before:

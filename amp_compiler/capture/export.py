@@ -21,7 +21,7 @@ from torch.export.graph_signature import OutputKind
 from .. import graph as g
 from ..errors import CaptureError
 from .dynamo import capture_settings
-from .lower import annotate_origin
+from .lower import annotate_origin, holds_large_values
 from .twin import low_trace, promoting, sharing_copy
 
 
@@ -95,6 +95,11 @@ def _export(
         if node.op == "placeholder" and node.name in constants:
             node.meta[g.CONSTANT] = program.constants[constants[node.name]]
     signature = program.graph_signature
+    held = dict(model.named_buffers(remove_duplicate=False))
+    for node in gm.graph.nodes:
+        path = signature.inputs_to_buffers.get(node.name) if node.op == "placeholder" else None
+        if path in held and holds_large_values(held[path]):
+            node.meta[g.CONSTANT] = held[path]
     places = [n.name for n in gm.graph.nodes if n.op == "placeholder"]
     buffers = {target: name for name, target in signature.inputs_to_buffers.items()}
     gm.meta[g.STATE] = [

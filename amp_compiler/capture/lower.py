@@ -250,7 +250,7 @@ class _LoweringInterpreter(fx.Interpreter):
         body = self.fetch_attr(str(target))
         assert isinstance(body, fx.GraphModule)
         here = torch.fx.traceback.get_current_meta()
-        meta = {k: here[k] for k in ("stack_trace", "nn_module_stack") if k in here}
+        meta: dict[str, Any] = {k: v for k, v in here.items() if k in ("stack_trace", "nn_module_stack")}
         return vmap.run(body, args, meta, type(self))
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -432,6 +432,17 @@ def _mark_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     for node, value in zip(places, example_inputs, strict=True):
         if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf:
             node.meta[g.PARAMETER] = True
+        elif "_buffers[" in _source_text(node) and holds_large_values(value):
+            node.meta[g.CONSTANT] = value  # a mask that was registered: no dtype of ours could hold it
+
+
+def holds_large_values(value: Any) -> bool:
+    """Whether a buffer holds finite values that fp16 cannot, as a mask of -1e9 does."""
+    plain = type(value) is torch.Tensor and value.dtype is torch.float32 and value.layout is torch.strided
+    if not plain or not 0 < value.numel() <= 1 << 20:
+        return False
+    finite = value.detach()[value.isfinite()].abs()
+    return bool(finite.numel()) and float(finite.max()) > torch.finfo(torch.float16).max
 
 
 def _name_inputs(source: fx.GraphModule, lowered: fx.GraphModule) -> None:
@@ -445,9 +456,14 @@ def _name_inputs(source: fx.GraphModule, lowered: fx.GraphModule) -> None:
         for key in ("tensor_dict", "grapharg"):
             if key in old.meta:
                 new.meta[key] = old.meta[key]
-        text = origin.name if origin is not None else str(old.target)
-        text = text() if callable(text) else str(text)
-        new._rename(_input_name(text) or str(old.target))
+        new._rename(_input_name(_source_text(old)) or str(old.target))
+
+
+def _source_text(node: fx.Node) -> str:
+    """Where an input of the graph comes from, as Dynamo writes it: ``L['self']._parameters['weight']``."""
+    origin = getattr(node, "_dynamo_source", None)
+    text = origin.name if origin is not None else str(node.target)
+    return text() if callable(text) else str(text)
 
 
 def _input_name(source: str) -> str:

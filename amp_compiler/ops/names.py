@@ -59,6 +59,8 @@ def canonical(op: OpLike) -> str:
     >>> canonical("aten.linear"), canonical(torch.nn.functional.linear), canonical(torch.ops.aten.linear)
     ('linear', 'linear', 'linear')
     """
+    if type(op).__name__ == "CustomOpDef":  # what torch.library.custom_op gives
+        op = getattr(op, "_opoverload")  # noqa: B009 (no public name leads to it)
     if isinstance(op, torch._ops.OpOverload):
         return _known(_from_qualified(op._schema.name), op)
     if isinstance(op, torch._ops.OpOverloadPacket):

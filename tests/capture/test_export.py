@@ -8,11 +8,11 @@ from collections import Counter
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from amp_compiler import Policy, amp_compile, pipeline, precision
 from amp_compiler import graph as g
-from amp_compiler.capture.export import capture_export
+from amp_compiler.capture.export import Exported, capture_export
 from amp_compiler.errors import CaptureError
 from amp_compiler.ops.names import find_row
 from amp_compiler.ops.row import OpClass
@@ -32,10 +32,11 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
 
 
-def rewritten(gm: fx.GraphModule, policy: Policy) -> list[Row]:
+def rewritten(captured: Exported, policy: Policy) -> list[Row]:
     """Run the forward passes on an exported graph and verify the result deeply."""
+    gm = captured.graph
     history: list[pipeline.Record] = []
-    ctx = Context(policy)
+    ctx = Context(policy, twin=captured.twin)
     pipeline.build()[0].run(gm, ctx, history, graph="forward")
     verify(gm, ("captured", "normalized", "assigned", "cast"), ctx, "insert_casts", deep=True)
     return graph_rows(gm, 0)
@@ -66,7 +67,7 @@ LEFT_OUT = ("custom_function", "lstm", "encoder", "decoder", "resnet")
 def test_same_precision_for_each_op_as_through_dynamo(name: str) -> None:
     policy = Policy.default("auto", BF16)
     model, args = NETWORKS[name]()
-    exported = rewritten(capture_export(model, args).graph, policy)
+    exported = rewritten(capture_export(model, args, low=BF16), policy)
     compiled = amp_compile(model, policy=policy, backend="eager")
     compiled(*args)
     skip = DIFFERENT.get(name, "")
@@ -80,7 +81,7 @@ def test_same_precision_for_each_op_as_through_dynamo(name: str) -> None:
 
 def test_custom_function_is_its_forward() -> None:
     model, args = NETWORKS["custom_function"]()
-    rows = rewritten(capture_export(model, args).graph, Policy.default("auto", BF16))
+    rows = rewritten(capture_export(model, args, low=BF16), Policy.default("auto", BF16))
     assert [r.op for r in rows] == ["linear", "mul", "round", "div", "linear"]
 
 
@@ -88,7 +89,7 @@ def test_custom_function_is_its_forward() -> None:
 def test_every_op_knows_its_module_and_line(name: str) -> None:
     model, args = NETWORKS[name]()
     paths = {path for path, _ in model.named_modules()}
-    rows = rewritten(capture_export(model, args).graph, Policy.default("O2", BF16))
+    rows = rewritten(capture_export(model, args, low=BF16), Policy.default("O2", BF16))
     assert {row.module for row in rows} <= paths
     assert {row.module for row in rows if row.op in ("linear", "conv2d")} == {
         path for path, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))
@@ -99,8 +100,9 @@ def test_every_op_knows_its_module_and_line(name: str) -> None:
 def test_dynamic_shapes_stay_dynamic() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     batch = torch.export.Dim("batch", min=2, max=64)
-    gm = capture_export(model, (torch.randn(3, 4),), dynamic_shapes=({0: batch},)).graph
-    rows = rewritten(gm, Policy.default("O2", BF16))
+    captured = capture_export(model, (torch.randn(3, 4),), dynamic_shapes=({0: batch},), low=BF16)
+    gm = captured.graph
+    rows = rewritten(captured, Policy.default("O2", BF16))
     assert [r.precision for r in rows] == ["bfloat16"] * 3
     sizes = [n.meta["val"].shape[0] for n in gm.graph.nodes if n.op == "call_function" and "linear" in n.name]
     assert all(isinstance(s, torch.SymInt) for s in sizes[:1])
@@ -153,7 +155,7 @@ class Regions(nn.Module):
 
 
 def test_regions_hold_in_an_exported_graph() -> None:
-    rows = rewritten(capture_export(Regions(), (torch.randn(3, 4),)).graph, Policy.default("O2", BF16))
+    rows = rewritten(capture_export(Regions(), (torch.randn(3, 4),), low=BF16), Policy.default("O2", BF16))
     by_module = {row.module: row.precision for row in rows if row.op == "linear"}
     assert by_module == {"a": "bfloat16", "b": "float32", "c": "float32"}
 
@@ -173,17 +175,19 @@ def test_keyword_arguments_and_signature() -> None:
         def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
             return self.fc(x) * scale
 
-    program = capture_export(Scaled(), (torch.randn(3, 4),), {"scale": torch.tensor(2.0)}).program
+    captured = capture_export(Scaled(), (torch.randn(3, 4),), {"scale": torch.tensor(2.0)})
+    program = captured.program
     assert set(program.graph_signature.parameters) == {"fc.weight", "fc.bias"}
-    rows = rewritten(program.graph_module, Policy.default("auto", BF16))
+    rows = rewritten(captured, Policy.default("auto", BF16))
     assert [(r.op, r.precision) for r in rows] == [("linear", "bfloat16"), ("mul", "float32")]
 
 
 def test_a_parameter_used_twice_is_cast_once_in_an_exported_graph() -> None:
     """Exported parameters are inputs too, and must be known as parameters."""
     fc = nn.Linear(4, 4)
-    gm = capture_export(nn.Sequential(fc, nn.ReLU(), fc), (torch.randn(3, 4),)).graph
-    rewritten(gm, Policy.default("auto", BF16))
+    captured = capture_export(nn.Sequential(fc, nn.ReLU(), fc), (torch.randn(3, 4),))
+    gm = captured.graph
+    rewritten(captured, Policy.default("auto", BF16))
     casts = Counter(g.cast_source(n).name for n in gm.graph.nodes if g.is_float_cast(n))
     assert [count for name, count in casts.items() if name.startswith("p_")] == [1, 1]
 

@@ -411,7 +411,7 @@ def test_a_write_to_a_low_tensor_is_never_redirected_to_a_copy() -> None:
     gm = assigned(fn, X, W, d)
     (node,) = ops(gm, "add_")
     (name, target), *_ = g.tensor_args(node)
-    assert insert_casts.wanted_dtype(g.decision(node), name, target) is None
+    assert insert_casts.wanted_dtype(g.decision(node), name, target, g.mutated_args(node)) is None
 
 
 def test_the_same_tensor_twice() -> None:

@@ -306,3 +306,15 @@ def test_any_program_is_consistent_and_near_the_fp32_one(
     assert got.dtype == expected.dtype
     # the low dtype's rounding, once for each of at most six steps that double an error at most
     torch.testing.assert_close(got.double(), expected.double(), rtol=0, atol=0.6 if dtype is BF16 else 0.1)
+
+
+def test_a_cast_that_comes_out_empty_still_says_what_the_model_gives() -> None:
+    """``fc(x).to(torch.bfloat16)`` at bf16 casts nothing, and is still a bf16 output, and a bf16 input of a loss."""
+
+    def fn(x: Tensor, w: Tensor) -> Any:
+        y = F.linear(x, w).to(torch.bfloat16)
+        return y, y.softmax(-1)
+
+    gm = prepared(pre_dispatch(fn, torch.randn(2, 4), torch.randn(3, 4)), context("O2", BF16), until="insert_casts")
+    check_pass(PASS, gm, context("O2", BF16))
+    assert [v.dtype for v in gm(torch.randn(2, 4), torch.randn(3, 4))] == [BF16, BF16]

@@ -212,7 +212,8 @@ def test_the_verifier_sees_a_verdict_that_cannot_be() -> None:
 
 STEPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "explicit": lambda x, y: x.to(torch.float32), "follow": lambda x, y: x.to(y.dtype), "add": lambda x, y: x + 1,
-    "mul": lambda x, y: x * y, "half": lambda x, y: x.to(torch.float16), "fill": lambda x, y: x + torch.ones(4, dtype=y.dtype),
+    "mul": lambda x, y: x * y, "half": lambda x, y: x.to(torch.float16),
+    "fill": lambda x, y: x + torch.ones(4, dtype=y.dtype),
 }  # fmt: skip
 
 
