@@ -32,11 +32,12 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from amp_compiler import constants
+from amp_compiler import constants, decisions, memory
 from amp_compiler import graph as g
 from amp_compiler.constants import Held
 from amp_compiler.errors import BannedOpError
 from amp_compiler.graph import Decision, Mode
+from amp_compiler.memory import Memory
 from amp_compiler.ops import torch_lists
 from amp_compiler.ops.row import OpClass
 from amp_compiler.policy import Choice, dtype_name
@@ -82,12 +83,11 @@ class _Assign:
         self.asked: dict[fx.Node, str] = {}  # values that the author cast to fp32 or that come of such, and which
         self.neutral: set[fx.Node] = set()  # floats made of integers, or by the model's code itself
         self.by_name = {n.name: n for n in gm.graph.nodes}
-        self.written = g.written_nodes(gm.graph)
-        self.classes = g.alias_classes(gm.graph) if self.written else {}
+        self.memory = Memory(gm)
         self.lows = self.low_dtypes()
-        self.state = self.kept_between_calls()
+        self.state = memory.kept_between_calls(gm)
         like_autocast = self.policy.autocast_device is not None or self.policy.level == "O0"
-        self.values = {} if like_autocast else constants.evaluate(gm, self.written, self.limits)
+        self.values = {} if like_autocast else constants.evaluate(gm, self.memory.written, self.limits)
         self.needs_fp32 = self.makers_in_fp32() if self.policy.autocast_device is None else {}
 
     def run(self, inputs: Sequence[torch.dtype | None] | None = None) -> None:
@@ -95,12 +95,12 @@ class _Assign:
         for node in self.gm.graph.nodes:
             if node.op == "placeholder":
                 known = inputs[place] if inputs is not None and place < len(inputs) else None
-                out = (known,) if known is not None else _traced(node)
+                out = (known,) if known is not None else decisions.traced(node)
                 new = Decision(Mode.NATIVE, None, "an input: keeps its dtype", out=out, rule="input")
                 place += 1
             elif node.op == "get_attr":
                 new = Decision(
-                    Mode.NATIVE, None, "a constant: keeps its dtype", out=_traced(node), rule="input"
+                    Mode.NATIVE, None, "a constant: keeps its dtype", out=decisions.traced(node), rule="input"
                 )
             elif node.op == "call_function":
                 new = self.with_numbers(node, self.decide(node))
@@ -116,23 +116,6 @@ class _Assign:
         regions = (node.meta.get(g.REGION) for node in self.gm.graph.nodes)
         found |= {region.dtype for region in regions if isinstance(region, Region) and region.dtype is not None}
         return tuple(dtype for dtype in g.LOW_DTYPES if dtype in found)
-
-    def kept_between_calls(self) -> set[fx.Node]:
-        """The nodes between a value that the model keeps and the one that replaces it."""
-        nodes = list(self.gm.graph.nodes)
-        places = [n for n in nodes if n.op == "placeholder"]
-        results = pytree.tree_leaves(nodes[-1].args[0]) if nodes and nodes[-1].op == "output" else []
-        found: set[fx.Node] = set()
-        for new, old in self.gm.meta.get(g.STATE, []):
-            after, before = {places[old]}, {results[new]}
-            for node in nodes:
-                if any(a in after for a in node.all_input_nodes):
-                    after.add(node)
-            for node in reversed(nodes):
-                if any(u in before for u in node.users):
-                    before.add(node)
-            found |= after & (before | {results[new]})
-        return found
 
     def limits_kept_in_fp32(self) -> frozenset[fx.Node]:
         """Nodes whose number became the low dtype's limit, while all that computes with it turned out to be fp32:
@@ -169,32 +152,30 @@ class _Assign:
     def decide(self, node: fx.Node) -> Decision:
         name = g.op_name(node)
         if g.is_getitem(node):
-            return _select(node)
+            return decisions.selected(node)
         if g.is_higher_order(node):
             return self.higher_order(node)
         if name in CASTS:
             return self.author_cast(node)
-        if node in self.written and self.is_view(node) and self.policy.autocast_device is None:
-            return self.as_it_comes(node, "a view of what is written to: takes it as it is", "view")
+        if self.memory.is_view(node) and self.policy.autocast_device is None:
+            return decisions.as_it_comes(node, "a view of what is written to: takes it as it is", "view")
         floats = [(n, a) for n, a in g.tensor_args(node) if g.is_eligible(g.tensor_of(a))]
         if self.policy.level == "O0":
-            return self.as_it_comes(node, "level O0: untouched", "level")
+            return decisions.as_it_comes(node, "level O0: untouched", "level")
         if not floats:
             if any(v is not None and v.dtype.is_floating_point for v in g.tensor_outputs(node)):
                 return self.creation(node, name)
-            return self.as_it_comes(node, "no floating-point input", "no_float")
+            return decisions.as_it_comes(node, "no floating-point input", "no_float")
         if self.native:
-            return self.as_it_comes(
-                node, "backward of a custom autograd function: takes what it gets", "native"
-            )
+            return decisions.as_it_comes(node, "backward of a custom autograd function: takes what it gets", "native")
         if self.policy.autocast_device is not None:
             return self.like_autocast(node, name, floats)
         return self.by_level(node, name, floats)
 
     def author_cast(self, node: fx.Node) -> Decision:
-        out, known = _traced(node), g.origin(node)
+        out, known = decisions.traced(node), g.origin(node)
         dtype = out[0] if out else None
-        shared = node in self.written and self.is_view(node)
+        shared = self.memory.is_view(node)
         shared |= self.native and self.policy.autocast_device is None  # a body that stays as it is
         if self.policy.level == "O0" or known is None or not known.follows or known.unsure or shared:
             return Decision(Mode.NATIVE, dtype, "a cast that the model's code asks for", out=out, rule="author")
@@ -212,7 +193,7 @@ class _Assign:
         if follows and self.fits_into(node, low):
             reason = f"made in the dtype of another value, which is {dtype_name(low)}"
             return Decision(Mode.NATIVE, low, reason, out=(low,), rule="creation", named=low)
-        return self.as_it_comes(node, "makes a tensor: keeps the dtype it was traced with", "creation")
+        return decisions.as_it_comes(node, "makes a tensor: keeps the dtype it was traced with", "creation")
 
     # ------------------------------------------------------------------ what followed a dtype, and what did not
 
@@ -245,7 +226,7 @@ class _Assign:
             return asked
         borders = list(self.low_border(source))
         inner = [n for n in borders if n.op == "call_function"] or borders
-        return _widest([g.dtype_of(n) for n in inner])
+        return decisions.widest([g.dtype_of(n) for n in inner])
 
     def low_border(self, node: fx.Node) -> Iterator[fx.Node]:
         """The nearest values at or before ``node`` that are low in the twin."""
@@ -326,27 +307,26 @@ class _Assign:
         for _, arg in g.tensor_args(node):
             value = g.tensor_of(arg)
             if value is not None and (
-                value.dtype in (torch.float64, torch.complex64, torch.complex128)
-                or value.layout is not torch.strided
+                value.dtype in (torch.float64, torch.complex64, torch.complex128) or value.layout is not torch.strided
             ):
                 what = "sparse" if value.layout is not torch.strided else dtype_name(value.dtype)
-                return self.as_traced(node, f"has a {what} input, which is never touched", "untouched")
+                return decisions.as_traced(node, f"has a {what} input, which is never touched", "untouched")
         if choice.cls is OpClass.KEEP:
-            if name in LIKE_FILLS and self.fits_into(node, self.policy.low) and not _names_dtype(node):
-                return self.as_it_comes(node, "makes a tensor like another, in its dtype", "creation", choice)
+            if name in LIKE_FILLS and self.fits_into(node, self.policy.low) and not decisions.names_dtype(node):
+                return decisions.as_it_comes(node, "makes a tensor like another, in its dtype", "creation", choice)
             rule = "creation" if name in LIKE_FILLS else choice.rule
-            return self.as_traced(node, choice.reason, rule, choice)
+            return decisions.as_traced(node, choice.reason, rule, choice)
         if g.all_args(node).get("sparse") is True:
             reason = "its gradient is sparse, and no cast takes a sparse gradient"
-            return self.as_traced(node, reason, "untouched", choice)
-        if _names_dtype(node):
-            return self.as_it_comes(
+            return decisions.as_traced(node, reason, "untouched", choice)
+        if decisions.names_dtype(node):
+            return decisions.as_it_comes(
                 node, "an explicit dtype= argument wins", "explicit_dtype", choice, traced_out=True
             )
         if choice.row is not None and choice.row.keep_args:
             floats = [(n, a) for n, a in floats if n not in choice.row.keep_args] or floats
         if node in self.needs_fp32:
-            return self.cast(node, torch.float32, self.needs_fp32[node], "constant", choice)
+            return decisions.cast(node, torch.float32, self.needs_fp32[node], "constant", choice)
         forced = self.forced_dtype(node)
         low = self.policy.low
         if forced is not None:
@@ -357,19 +337,17 @@ class _Assign:
                 return self.checked(node, name, dtype, reason, rule, choice, floats)
             low = dtype
         if all(a_val.dtype in g.LOW_DTYPES for _, a in floats if (a_val := g.tensor_of(a)) is not None):
-            return self.as_traced(node, "low precision in the model as it was written", "already_low", choice)
+            return decisions.as_traced(node, "low precision in the model as it was written", "already_low", choice)
         unsure = origin.unsure if (origin := g.origin(node)) is not None else ""
         if unsure:
-            return self.cast(node, torch.float32, f"kept in fp32: {unsure}", "unsure", choice)
+            return decisions.cast(node, torch.float32, f"kept in fp32: {unsure}", "unsure", choice)
         if choice.cls is OpClass.EXACT:
             return self.exact(node, floats, choice)
         named = g.all_args(node)
         condition = self.policy.condition_for(name, named)
         if condition is not None:
-            reason = (
-                f"conditional rule: {condition.op} with {condition.argument}={named[condition.argument]!r}"
-            )
-            return self.cast(node, torch.float32, reason, "conditional", choice)
+            reason = f"conditional rule: {condition.op} with {condition.argument}={named[condition.argument]!r}"
+            return decisions.cast(node, torch.float32, reason, "conditional", choice)
         return self.by_class(node, name, floats, choice, low)
 
     def by_class(
@@ -380,37 +358,29 @@ class _Assign:
         answers = g.answers(node)
         if not answers and choice.rule == "table" and all(a in self.neutral for _, a in floats):
             reason = "made of constants of the model's code alone: fp32 until it meets another value"
-            return self.cast(node, torch.float32, reason, "neutral", choice)
+            return decisions.cast(node, torch.float32, reason, "neutral", choice)
         if node in self.state and cls is OpClass.FOLLOW:
             reason = "its result replaces a value that the model keeps between calls, where roundings add up"
-            return self.cast(node, torch.float32, reason, "state", choice)
+            return decisions.cast(node, torch.float32, reason, "state", choice)
         asked = self.asked_for(floats, whole=cls is OpClass.LOW)
         by_list = choice.rule in ("white_list", "black_list")
         if asked and not by_list and (cls is OpClass.LOW or level == "O3" or (cls is OpClass.FOLLOW and level == "O2")):
-            return self.cast(node, torch.float32, f"computes with {asked}", "asked", choice)
+            return decisions.cast(node, torch.float32, f"computes with {asked}", "asked", choice)
         if cls is OpClass.LOW or (cls is OpClass.FOLLOW and level in ("O2", "O3") and not answers):
             return self.checked(node, name, low, choice.reason, choice.rule, choice, floats)
         if cls is OpClass.FP32 and level == "O3" and choice.rule == "table":
-            return self.checked(
-                node, name, low, f"level O3: everything low ({choice.reason})", "level", choice, floats
-            )
+            return self.checked(node, name, low, f"level O3: everything low ({choice.reason})", "level", choice, floats)
         if cls is OpClass.FP32:
             main = g.dtype_of(floats[0][1])
-            if (
-                level == "O2"
-                and choice.rule == "table"
-                and row is not None
-                and row.fp32_inside
-                and main == low
-            ):
+            if level == "O2" and choice.rule == "table" and row is not None and row.fp32_inside and main == low:
                 reason = f"fp32 inside torch's kernel, low in and out: {choice.reason}"
                 value = g.tensor_of(floats[0][1])
                 on_cpu = value is not None and value.device.type == "cpu"
                 kept = row.fp32_args_on_cpu if on_cpu else ()
-                return self.cast(node, low, reason, "fp32_inside", choice, keep=kept)
-            return self.cast(node, torch.float32, choice.reason, choice.rule, choice)
+                return decisions.cast(node, low, reason, "fp32_inside", choice, keep=kept)
+            return decisions.cast(node, torch.float32, choice.reason, choice.rule, choice)
         if level == "O1" and not answers:
-            return self.cast(
+            return decisions.cast(
                 node, torch.float32, f"level O1 keeps it in fp32: {choice.reason}", choice.rule, choice
             )
         if flows == {low}:
@@ -418,12 +388,12 @@ class _Assign:
                 node, name, low, f"all its inputs are low: {choice.reason}", choice.rule, choice, floats
             )
         source = next(a for _, a in floats if g.dtype_of(a) != low)
-        return self.cast(node, torch.float32, f"follows {source.name}, which is fp32", choice.rule, choice)
+        return decisions.cast(node, torch.float32, f"follows {source.name}, which is fp32", choice.rule, choice)
 
     def exact(self, node: fx.Node, floats: list[tuple[str, fx.Node]], choice: Choice) -> Decision:
         given = [a for _, a in floats]
         filled = [a for a in given if not _is_empty(a)] or given  # an empty KV cache decides nothing
-        dtype = _widest([g.dtype_of(a) for a in filled])
+        dtype = decisions.widest([g.dtype_of(a) for a in filled])
         if dtype in g.LOW_DTYPES:
             return self.checked(
                 node,
@@ -434,7 +404,7 @@ class _Assign:
                 choice,
                 floats,
             )
-        return self.cast(node, dtype, f"follows its input: {choice.reason}", choice.rule, choice)
+        return decisions.cast(node, dtype, f"follows its input: {choice.reason}", choice.rule, choice)
 
     def checked(
         self, node: fx.Node, name: str, dtype: torch.dtype, reason: str, rule: str, choice: Choice,
@@ -444,17 +414,17 @@ class _Assign:
         if dtype in g.LOW_DTYPES:
             if choice.row is not None and choice.row.fp32_only:
                 reason = "torch has no low-precision kernel for it: kept in fp32"
-                return self.cast(node, torch.float32, reason, "fp32_only", choice)
+                return decisions.cast(node, torch.float32, reason, "fp32_only", choice)
             if choice.row is not None and choice.row.banned and dtype is torch.float16:
                 raise BannedOpError(f"{name}: {choice.row.banned} At {g.source_line(node) or node.name}.")
             if g.has_integer_operand(node) and any(map(g.is_eligible, g.tensor_outputs(node))):
                 reason = "computes with integers, which the low dtype may not hold: kept in fp32"
-                return self.cast(node, torch.float32, reason, "constant", choice)
+                return decisions.cast(node, torch.float32, reason, "constant", choice)
             misfit = self.misfit(node, dtype, floats, choice.cls)
             if misfit is not None:
                 reason = f"the constant {misfit:g} is not representable in {dtype_name(dtype)}: kept in fp32"
-                return self.cast(node, torch.float32, reason, "constant", choice)
-        return self.cast(node, dtype, reason, rule, choice)
+                return decisions.cast(node, torch.float32, reason, "constant", choice)
+        return decisions.cast(node, dtype, reason, rule, choice)
 
     def misfit(
         self, node: fx.Node, dtype: torch.dtype, floats: list[tuple[str, fx.Node]], cls: OpClass | None = None
@@ -506,34 +476,30 @@ class _Assign:
         if misfits:
             self.carried[node] = max(misfits, key=lambda h: abs(h.value))
             if in_place:  # what was written into is read by its own name
-                shared = [n for n, number in self.classes.items() if number == self.classes[node]]
-                self.carried.update(dict.fromkeys(shared, self.carried[node]))
+                self.carried.update(dict.fromkeys(self.memory.shared_with(node), self.carried[node]))
 
     def makers_in_fp32(self) -> dict[fx.Node, str]:
         """Nodes that must run in fp32 because of what is later written into their result, or through which view."""
-        if not self.written:
-            return {}
-        classes = g.alias_classes(self.gm.graph)
-        makers: dict[int, fx.Node] = {}
-        for node in self.gm.graph.nodes:
-            makers.setdefault(classes[node], node)
         found: dict[fx.Node, str] = {}
         low = dtype_name(self.policy.low)
         given_to_us = dict(self.carried)
         self.moved_constants()
-        for node in self.gm.graph.nodes:
-            if node.op != "call_function" or node not in self.written:
+        for node in self.gm.graph.nodes if self.memory.written else ():
+            if node.op != "call_function" or node not in self.memory.written:
                 continue
             given = [(n, a) for n, a in g.tensor_args(node) if n not in g.mutated_args(node)]
             value = self.misfit(node, self.policy.low, given) if g.mutated_args(node) else None
+            why = ""
             if g.mutated_args(node) and "::" in g.op_name(node):
-                found[makers[classes[node]]] = f"{g.op_name(node)}, a custom op, writes to it"
+                why = f"{g.op_name(node)}, a custom op, writes to it"
             elif value is not None:
-                found[makers[classes[node]]] = f"the constant {value:g}, written into its result, does not fit {low}"
-            elif self.is_view(node) and g.op_name(node) in CASTS and self.split_by(node, classes):
-                found[makers[classes[node]]] = f"{node.name} is one tensor with it, and one of the two is written to"
-            elif self.is_view(node) and g.overload_name(node) in DTYPE_VIEWS:
-                found[makers[classes[node]]] = f"{node.name} looks at its bytes, and they are written to"
+                why = f"the constant {value:g}, written into its result, does not fit {low}"
+            elif self.memory.is_view(node) and g.op_name(node) in CASTS and self.memory.shows_that_it_is(node):
+                why = f"{node.name} is one tensor with it, and one of the two is written to"
+            elif self.memory.is_view(node) and g.overload_name(node) in DTYPE_VIEWS:
+                why = f"{node.name} looks at its bytes, and they are written to"
+            if why:
+                found[self.memory.shared_with(node)[0]] = why
         self.carried = given_to_us
         return found
 
@@ -550,29 +516,6 @@ class _Assign:
                 elif not floats:
                     self.hold(node, [Held(v) for v in self.scalars(node, creation=True)])
 
-    def is_view(self, node: fx.Node) -> bool:
-        """True for a node that may give back memory of an argument."""
-        classes = self.classes
-        return not g.mutated_args(node) and any(classes[node] == classes[a] for _, a in g.tensor_args(node))
-
-    def split_by(self, cast: fx.Node, classes: dict[fx.Node, int]) -> bool:
-        """Whether it can be seen that a cast to the same dtype gave back its input: one of the two is written to and
-        the other read afterwards. In low precision the cast would be a copy, and the write lost."""
-        members = [n for n, number in classes.items() if number == classes[cast]]
-        behind = {cast}
-        for node in members:
-            if any(a in behind for _, a in g.tensor_args(node)):
-                behind.add(node)
-        order = {n: k for k, n in enumerate(self.gm.graph.nodes)}
-        for node in members:
-            for user in node.users:
-                written = {a for name, a in g.tensor_args(user) if name in g.mutated_args(user)}
-                if node in written:
-                    other = [m for m in members if (m in behind) != (node in behind)]
-                    if any(m.op != "call_function" or order[u] > order[user] for m in other for u in m.users):
-                        return True
-        return False
-
     def in_place(
         self,
         node: fx.Node,
@@ -583,14 +526,12 @@ class _Assign:
     ) -> Decision:
         targets = [g.dtype_of(a) for n, a in floats if n in written]
         if not targets or targets[0] is None:
-            return self.as_traced(
-                node, "writes in place to a tensor that is never touched", "in_place", choice
-            )
+            return decisions.as_traced(node, "writes in place to a tensor that is never touched", "in_place", choice)
         dtype = targets[0]
         reason = "writes in place: runs in the dtype of the tensor it writes to"
         if name in NATIVE_INPLACE:
-            return self.as_it_comes(node, reason, "in_place", choice)
-        return self.cast(node, dtype, reason, "in_place", choice, keep=tuple(written))
+            return decisions.as_it_comes(node, reason, "in_place", choice)
+        return decisions.cast(node, dtype, reason, "in_place", choice, keep=tuple(written))
 
     # ------------------------------------------------------------------------- regions and modules
 
@@ -629,37 +570,33 @@ class _Assign:
         listed = self.policy.classify(name)
         if isinstance(region, Region) and region.kind == "autocast" and (forced is None or forced[2] == "region"):
             if region.dtype is None:
-                return self.as_it_comes(node, str(region), "region")
+                return decisions.as_it_comes(node, str(region), "region")
             low = region.dtype
-        elif forced is not None and not written and not (node in self.written and self.is_view(node)):
-            return self.cast(node, forced[0], forced[1], forced[2])
+        elif forced is not None and not written and not self.memory.is_view(node):
+            return decisions.cast(node, forced[0], forced[1], forced[2])
         if written and listed.rule in ("white_list", "black_list"):
             return self.in_place(node, name, floats, written, listed)
         if listed.rule in ("white_list", "black_list"):
-            return self.cast(
-                node, low if listed.cls is OpClass.LOW else torch.float32, listed.reason, listed.rule
-            )
+            return decisions.cast(node, low if listed.cls is OpClass.LOW else torch.float32, listed.reason, listed.rule)
         if overload in lists["banned"]:
             raise BannedOpError(
                 f"torch.autocast bans {name} on {self.policy.autocast_device}: use "
                 f"binary_cross_entropy_with_logits. At {g.source_line(node) or node.name}."
             )
         if overload in lists["low"]:
-            return self.cast(node, low, "torch.autocast casts it to low", "autocast")
+            return decisions.cast(node, low, "torch.autocast casts it to low", "autocast")
         if overload in lists["fp32_set_dtype"]:
-            if _names_dtype(node):
-                return self.as_it_comes(
+            if decisions.names_dtype(node):
+                return decisions.as_it_comes(
                     node, "an explicit dtype= argument wins", "explicit_dtype", traced_out=True
                 )
-            return self.cast(node, torch.float32, "torch.autocast runs it in fp32", "autocast")
+            return decisions.cast(node, torch.float32, "torch.autocast runs it in fp32", "autocast")
         if overload in lists["fp32"]:
-            return self.cast(node, torch.float32, "torch.autocast runs it in fp32", "autocast")
+            return decisions.cast(node, torch.float32, "torch.autocast runs it in fp32", "autocast")
         if overload in lists["promote"]:
-            widest = _widest([g.dtype_of(a) for _, a in floats])
-            return self.cast(node, widest, "torch.autocast promotes it to its widest input", "autocast")
-        return self.as_it_comes(
-            node, "torch.autocast does not list it: torch's own type promotion", "autocast"
-        )
+            widest = decisions.widest([g.dtype_of(a) for _, a in floats])
+            return decisions.cast(node, widest, "torch.autocast promotes it to its widest input", "autocast")
+        return decisions.as_it_comes(node, "torch.autocast does not list it: torch's own type promotion", "autocast")
 
     # -------------------------------------------------------------------------------- higher order
 
@@ -684,12 +621,12 @@ class _Assign:
         if name == AUTOGRAD_FUNCTION:
             for body in bodies:
                 _Assign(body, self.ctx, native=True).run()
-            return self.as_traced(
+            return decisions.as_traced(
                 node, "a custom autograd function: forward and backward keep their dtypes", "opaque"
             )
         for body in bodies:
             self.inside(node, body, native=self.native).run()
-        return self.as_traced(node, f"{name}: values keep their dtypes at its border, its bodies are rewritten",
+        return decisions.as_traced(node, f"{name}: values keep their dtypes at its border, its bodies are rewritten",
                               "sealed")  # fmt: skip
 
     def inside(self, node: fx.Node, body: fx.GraphModule, *, native: bool) -> _Assign:
@@ -698,47 +635,8 @@ class _Assign:
         held = {place: self.carried[given] for place, given in pairs if given in self.carried}
         return _Assign(body, self.ctx, native=native, carried=held)
 
-    # ------------------------------------------------------------------------------------ outcomes
-
-    def cast(
-        self, node: fx.Node, dtype: torch.dtype, reason: str, rule: str, choice: Choice | None = None,
-        keep: tuple[str, ...] = (),
-    ) -> Decision:  # fmt: skip
-        row = choice.row if choice is not None else None
-        explicit = _names_dtype(node)
-        follows = not explicit and dict(g.schema_args(node)).get("dtype") is not None
-        out = tuple(
-            None if v is None else dtype if g.is_eligible(v) and not explicit else v.dtype
-            for v in g.tensor_outputs(node)
-        )
-        # a module forced to fp32 casts what autocast would not touch, except arguments that never are
-        kept = keep + (row.keep_args if row is not None else ())
-        named = dtype if follows else None
-        return Decision(Mode.CAST, dtype, reason, choice.cls if choice else None, out, kept, rule, named)
-
-    def as_traced(self, node: fx.Node, reason: str, rule: str, choice: Choice | None = None) -> Decision:
-        out = _traced(node)
-        floats = [d for d in out if d is not None and d.is_floating_point]
-        return Decision(Mode.TRACED, floats[0] if floats else None, reason, choice.cls if choice else None, out,
-                        rule=rule)  # fmt: skip
-
-    def as_it_comes(
-        self, node: fx.Node, reason: str, rule: str, choice: Choice | None = None, traced_out: bool = False
-    ) -> Decision:
-        changed = any(
-            g.dtype_of(a) != v.dtype for _, a in g.tensor_args(node) if (v := g.tensor_of(a)) is not None
-        )
-        out = _promoted(node) if changed and not traced_out else _traced(node)
-        floats = [d for d in out if d is not None and d.is_floating_point]
-        return Decision(Mode.NATIVE, floats[0] if floats else None, reason, choice.cls if choice else None, out,
-                        rule=rule)  # fmt: skip
-
 
 # ------------------------------------------------------------------------------------------- small facts
-
-
-def _traced(node: fx.Node) -> tuple[torch.dtype | None, ...]:
-    return tuple(None if v is None else v.dtype for v in g.tensor_outputs(node))
 
 
 def _is_empty(node: fx.Node) -> bool:
@@ -750,52 +648,6 @@ def _flow(value: Any) -> torch.dtype | None:
     return g.dtype_of(value) if isinstance(value, fx.Node) else None
 
 
-def _select(node: fx.Node) -> Decision:
-    source, index = node.args
-    assert isinstance(source, fx.Node)
-    known = g.decision(source)
-    out = _traced(node)
-    if known is not None and isinstance(index, int) and len(known.out) > index and len(out) == 1:
-        flat = known.out[index]
-        out = (flat,) if flat is not None else out
-    return Decision(
-        Mode.NATIVE, out[0] if out else None, f"an output of {source.name}", out=out, rule="getitem"
-    )
-
-
-def _promoted(node: fx.Node) -> tuple[torch.dtype | None, ...]:
-    """The output dtypes that torch itself gives for the arguments' new dtypes: ask the op, on fakes."""
-
-    def fake(arg: fx.Node) -> Any:
-        value, dtype = arg.meta.get("val"), g.dtype_of(arg)
-        if isinstance(value, torch.Tensor) and dtype is not None and value.dtype != dtype:
-            return g.retype(value, dtype)
-        return value
-
-    args, kwargs = pytree.tree_map_only(fx.Node, fake, (node.args, node.kwargs))
-    values = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
-    mode = next((m for v in values if (m := getattr(v, "fake_mode", None)) is not None), None)
-    assert callable(node.target)
-    with torch.no_grad():
-        if mode is None:
-            result = node.target(*args, **kwargs)
-        else:
-            with mode:
-                result = node.target(*args, **kwargs)
-    return tuple(v.dtype if isinstance(v, torch.Tensor) else None for v in pytree.tree_leaves(result))
-
-
-def _widest(dtypes: Sequence[torch.dtype | None]) -> torch.dtype:
-    known = {d for d in dtypes if d is not None}
-    return known.pop() if len(known) == 1 else torch.float32
-
-
-def _names_dtype(node: fx.Node) -> bool:
-    """True where the author gave an op a ``dtype=`` of their own choice."""
-    known = g.origin(node)
-    return dict(g.schema_args(node)).get("dtype") is not None and not (known is not None and known.follows)
-
-
 def _output_values(gm: fx.GraphModule) -> Any:
     return next(n for n in gm.graph.nodes if n.op == "output").args[0]
 
@@ -804,6 +656,4 @@ def _body_outputs(gm: fx.GraphModule) -> tuple[torch.dtype | None, ...]:
     return tuple(_flow(v) for v in pytree.tree_leaves(_output_values(gm)))
 
 
-PASS = Pass(
-    "assign_precision", Dialect.PRE_DISPATCH, requires=("normalized",), ensures=("assigned",), run=run
-)
+PASS = Pass("assign_precision", Dialect.PRE_DISPATCH, requires=("normalized",), ensures=("assigned",), run=run)

@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from torch._functorch import partitioners
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from amp_compiler import AmpModule, AmpWarning, Policy, amp_compile, constants, pipeline, precision
+from amp_compiler import AmpModule, AmpWarning, Policy, amp_compile, constants, decisions, memory, pipeline, precision
 from amp_compiler import compile as compile_
 from amp_compiler import graph as g
 from amp_compiler.capture import autodiff, dynamo, export, lower, twin
@@ -144,7 +144,7 @@ def in_place() -> None:
     as_in_fp32(fn, ints(4, 4), ints(4, 4, seed=1))
 
 
-@trap("view of a mutated tensor", gives(Assign, "is_view", False))
+@trap("view of a mutated tensor", gives(memory.Memory, "is_view", False))
 @trap("view of a mutated tensor: what is written", gives(g, "written_nodes", set()))
 def view() -> None:
     def fn(x: Tensor, w: Tensor) -> Tensor:
@@ -264,11 +264,11 @@ def positions() -> None:
 
 
 def _as_traced(node: Any) -> Decision:
-    out = assign_precision._traced(node)
+    out = decisions.traced(node)
     return Decision(Mode.NATIVE, out[0], "as traced", out=out, rule="getitem")
 
 
-@trap("multi-output op", becomes(assign_precision, "_select", _as_traced))
+@trap("multi-output op", becomes(decisions, "selected", _as_traced))
 def several_outputs() -> None:
     def fn(x: Tensor, w: Tensor) -> Any:
         first, second = (x @ w).split(2, 1)
@@ -309,7 +309,7 @@ def none_arguments() -> None:
     as_in_fp32(fn, ints(4, 4), torch.tensor([1, 0, 3, 2]))
 
 
-@trap("Python scalars: no part in type promotion", becomes(assign_precision, "_promoted", assign_precision._traced))
+@trap("Python scalars: no part in type promotion", becomes(decisions, "promoted", decisions.traced))
 def scalars() -> None:
     x = ints(4, 4)
     gm = rewritten(lambda x: True + (3 - torch.mm(x, x) * 2.0), x, torch_lists=True)
@@ -348,7 +348,7 @@ class Counter(nn.Module):
         return x @ x
 
 
-@trap("running statistics: a buffer that is reassigned", gives(Assign, "kept_between_calls", set()))
+@trap("running statistics: a buffer that is reassigned", gives(memory, "kept_between_calls", set()))
 def counter() -> None:
     model = Counter()
     fast = compiled(model)

@@ -238,5 +238,11 @@ def test_model(name: str, level: str, dtype: torch.dtype) -> None:
     assert {k: v.dtype for k, v in ours.outputs.items()} == {k: v.dtype for k, v in theirs.outputs.items()}
 
     output, gradient = bounds(compiled.graphs, dtype)
-    assert error(ours.main, theirs.main) <= output
+    seen = torch.ones(ours.main.shape[:1], dtype=torch.bool)
+    mask = inputs.get("attention_mask")
+    if name in BREAKS and mask is not None and mask.shape == ours.main.shape[:2]:
+        # where the mask leaves its graph, nothing tells what it will meet: it holds the low dtype's limit, which is
+        # finite everywhere, and the weights of a query that sees masked keys only are not equal any more
+        seen = mask.bool()
+    assert error(ours.main[seen], theirs.main[seen]) <= output
     assert error(flat(ours.gradients), flat(theirs.gradients)) <= gradient
