@@ -25,7 +25,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help:
 	@echo "make demo            train a small network at every level and compare"
 	@echo "make test            lint, types and all tests"
-	@echo "make test-zoo        45 models from transformers at every level and dtype (about 20 minutes)"
+	@echo "make test-zoo        45 models from transformers at every level and dtype (half an hour)"
 	@echo "make lint            ruff"
 	@echo "make types           mypy, strict, over the package as it is installed"
 	@echo "make bench-compile   how long compilation takes"

@@ -145,6 +145,8 @@ def _cast(gm: fx.GraphModule, ctx: Any, where: str) -> None:
 
 def _same_as_bodies(gm: fx.GraphModule, node: fx.Node, where: str) -> None:
     """What a higher-order node gives is what the graphs inside it give, where they give as many values."""
+    if g.op_name(node) == "higher_order::autograd_function_apply":
+        return  # one of its graphs is a backward
     said = [None if v is None else v.dtype for v in g.tensor_outputs(node)]
     for name, body in g.subgraphs(gm, node):
         gives = g.output_dtypes(body)
