@@ -39,7 +39,7 @@ CASTS = ("to", "_to_copy", "type_as", "prims::convert_element_type")
 #: what a tracer puts behind a constant tensor of the code
 LIFTS = ("lift_fresh_copy", "lift_fresh", "lift")
 #: nodes of a trace that compute nothing
-SILENT = ("_assert_tensor_metadata", "_enter_autocast", "_exit_autocast", "_set_grad_enabled")
+SILENT = ("_assert_tensor_metadata", "_enter_autocast", "_exit_autocast", "_set_grad_enabled", "scope")
 Pairs = dict[fx.Node, fx.Node]
 #: the name of code that a tracer wrote has another number in each trace
 _GENERATED = re.compile(r"<eval_with_key>\.\d+")
@@ -97,6 +97,9 @@ class _Comparison:
             mine, other = (self.of_kind(gm, op) for gm in (self.gm, self.twin))
             if len(mine) == len(other):
                 pairs.update(zip(mine, other, strict=True))
+            else:  # code for one dtype alone uses a parameter more
+                named = {n.name: n for n in other}
+                pairs.update({n: named[n.name] for n in mine if n.name in named})
         mine, other = self.calls(self.gm), self.calls(self.twin)
         alone: list[fx.Node] = []
         keys = [_key(n) for n in mine], [_key(n) for n in other]

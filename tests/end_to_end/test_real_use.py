@@ -273,3 +273,17 @@ def test_sizes_that_depend_on_values_are_named_with_their_remedy() -> None:
 
     with pytest.warns(AmpWarning, match="capture_dynamic_output_shape_ops = True"):
         amp_compile(Experts(), backend="eager")(X)
+
+
+def test_a_scope_under_plain_torch_compile_does_nothing() -> None:
+    class Scoped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        @precision("bfloat16")
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x)
+
+    model = Scoped()
+    assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(X), model(X))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 from amp_compiler import graph as g
+from amp_compiler import precision
 from amp_compiler.errors import VerifyError
 from amp_compiler.graph import Origin
 from amp_compiler.passes import mark_dtype_origin, normalize
@@ -231,4 +232,23 @@ def test_every_cast_gets_the_right_verdict(names: list[str], low: torch.dtype) -
     found = [n.meta[g.ORIGIN].follows for n in ops(gm, "to") if n.meta[g.ORIGIN].twin is not None]
     same_in_fp32 = [f and g.tensor_of(n).dtype is F32 for f, n in zip(expected, ops(gm, "to"), strict=True)]
     assert found == same_in_fp32
+    assert notes == []
+
+
+def test_an_input_that_only_the_low_dtype_uses() -> None:
+    """The twin has one input more; the others are still known by their names."""
+    gm, ctx = beside_its_twin(lambda x, y: (x.float() * 2).to(x.dtype) + y, X, Y)
+    with ctx.twin.graph.inserting_before(next(iter(ctx.twin.graph.nodes))):
+        ctx.twin.graph.placeholder("a_scale").meta["val"] = torch.empty(4, dtype=BF16)
+    check_pass(PASS, gm, ctx)
+    assert verdicts(gm) == [False, True]
+    assert find(gm, "x_1").meta[g.ORIGIN].twin is BF16
+
+
+def test_scopes_in_the_twin_are_no_code_of_its_own() -> None:
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        with precision("float32"):
+            return x.exp().to(y.dtype)
+
+    _, notes = marked(fn, X, Y)
     assert notes == []
