@@ -21,6 +21,7 @@ from amp_compiler import AmpWarning, Policy, amp_compile, precision
 from amp_compiler import graph as g
 from amp_compiler.capture import twin
 from helpers import BF16, F16, F32, LOW, ExportMixed, casts, ops
+from networks import RMSNorm
 
 
 def through_dynamo(model: nn.Module, *args: Any, level: str = "O2", dtype: torch.dtype = BF16) -> Any:
@@ -38,26 +39,12 @@ def through_export(model: nn.Module, *args: Any, level: str = "O2", dtype: torch
 FRONT_ENDS = pytest.mark.parametrize("capture", [through_dynamo, through_export])
 
 
-class RMSNorm(nn.Module):
-    """As in Llama: the body in fp32, the result in the dtype of the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        dtype = x.dtype
-        x = x.to(torch.float32)
-        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return self.weight * x.to(dtype)
-
-
 class Program(nn.Module):
     """``step`` between two linear layers, so that what goes in is low, and what comes out matters."""
 
     def __init__(self, step: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.first, self.last, self.norm, self.step = nn.Linear(8, 8), nn.Linear(8, 8), RMSNorm(), step
+        self.first, self.last, self.norm, self.step = nn.Linear(8, 8), nn.Linear(8, 8), RMSNorm(8), step
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.step(self, self.first(x)))
@@ -164,7 +151,7 @@ def test_back_to_where_it_came_from_at_auto(capture: Any) -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.norm, self.norm_low, self.fc = RMSNorm(), RMSNorm(), nn.Linear(8, 8)
+            self.norm, self.norm_low, self.fc = RMSNorm(8), RMSNorm(8), nn.Linear(8, 8)
 
         def forward(self, x: Tensor) -> Tensor:
             x = x + self.fc(self.norm(x))
@@ -312,7 +299,7 @@ def test_a_scope_says_what_follows(capture: Any) -> None:
 class Stateful(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.calls, self.kept = RMSNorm(), 0, []
+        self.norm, self.calls, self.kept = RMSNorm(8), 0, []
         self.register_buffer("seen", torch.zeros(8))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -338,7 +325,7 @@ def test_export_leaves_the_model_alone() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.norm, self.calls = RMSNorm(), []
+            self.norm, self.calls = RMSNorm(8), []
 
         def forward(self, x: Tensor) -> Tensor:
             self.calls.append(1)
@@ -371,7 +358,7 @@ def test_no_twin_where_no_code_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled(x).sum().backward()
     assert compiled.report().notes == ()
     with pytest.warns(AmpWarning, match="could not be traced in bfloat16"):
-        amp_compile(RMSNorm(), dtype=BF16, backend="eager")(torch.randn(4, 8))
+        amp_compile(RMSNorm(8), dtype=BF16, backend="eager")(torch.randn(4, 8))
 
 
 def test_without_a_twin_the_model_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,7 +380,7 @@ def test_across_graph_breaks_and_sizes() -> None:
     class Broken(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.fc, self.norm = nn.Linear(8, 8), RMSNorm()
+            self.fc, self.norm = nn.Linear(8, 8), RMSNorm(8)
 
         def forward(self, x: Tensor) -> Tensor:
             x = self.norm(self.fc(x))
@@ -412,7 +399,7 @@ def test_across_graph_breaks_and_sizes() -> None:
 
 
 def test_o0_and_a_switched_off_pass_have_no_twin() -> None:
-    model, x = RMSNorm(), torch.randn(4, 8)
+    model, x = RMSNorm(8), torch.randn(4, 8)
     assert torch.equal(amp_compile(model, "O0", backend="eager")(x), model(x))
     off = amp_compile(model, dtype=BF16, backend="eager", disable_passes=["mark_dtype_origin"])
     off(x)
@@ -483,7 +470,7 @@ def test_policy_torch_leaves_limits_to_torch() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.fc, self.norm = nn.Linear(8, 8), RMSNorm()
+            self.fc, self.norm = nn.Linear(8, 8), RMSNorm(8)
 
         def forward(self, x: Tensor) -> Tensor:
             h = self.norm(self.fc(self.norm(x)))
