@@ -167,7 +167,10 @@ def _low_fakes(low: torch.dtype) -> Iterator[None]:
 
 
 def _lowered(fake: Any, low: torch.dtype, parameter: bool) -> torch.Tensor:
-    with fake.fake_mode, torch.no_grad():
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    # a parameter may be met for the first time inside of a vmap, and is no batched tensor
+    with temporarily_clear_interpreter_stack(), fake.fake_mode, torch.no_grad():
         new = torch.empty_strided(fake.size(), fake.stride(), dtype=low, device=fake.device)
         return nn.Parameter(new, fake.requires_grad) if parameter else _like(fake, new)
 
