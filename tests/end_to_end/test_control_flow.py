@@ -61,32 +61,30 @@ def run(call: Callable[..., Any], model: Any, args: tuple[Any, ...], *, train: b
     return seen
 
 
-def near(ours: Seen, theirs: Seen, dtype: torch.dtype, roundings: float = ROUNDINGS) -> None:
+def pairs(ours: Seen, theirs: Seen) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """What both runs show under one name, dense; anything that one of them alone has is a failure."""
     assert list(ours) == list(theirs)
     for name, b in theirs.items():
         a = ours[name]
         if a is None or b is None:
             assert a is b, f"{name}: {a} against {b}"
             continue
-        assert (a.dtype, a.shape, a.layout) == (b.dtype, b.shape, b.layout), name
+        assert (a.dtype, a.shape, a.layout) == (b.dtype, b.shape, b.layout), f"{name}: {a.dtype} against {b.dtype}"
+        yield name, *(v.to_dense() if v.is_sparse else v for v in (a, b))
+
+
+def near(ours: Seen, theirs: Seen, dtype: torch.dtype, roundings: float = ROUNDINGS) -> None:
+    for name, a, b in pairs(ours, theirs):
         if not b.is_floating_point():
             assert torch.equal(a, b), name
             continue
-        a, b = (v.to_dense() if v.is_sparse else v for v in (a, b))
         assert a.isfinite().all() == b.isfinite().all(), name
         bound = roundings * torch.finfo(dtype).eps / 2 * float(b.abs().max())
         assert float((a - b).abs().max()) <= bound, f"{name}: off by {(a - b).abs().max()}, allowed {bound}"
 
 
 def equal(ours: Seen, theirs: Seen) -> None:
-    assert list(ours) == list(theirs)
-    for name, b in theirs.items():
-        a = ours[name]
-        if a is None or b is None:
-            assert a is b, f"{name}: {a} against {b}"
-            continue
-        assert (a.dtype, a.layout) == (b.dtype, b.layout), f"{name}: {a.dtype} against {b.dtype}"
-        a, b = (v.to_dense() if v.is_sparse else v for v in (a, b))
+    for name, a, b in pairs(ours, theirs):
         assert torch.equal(a, b), f"{name}: largest difference {(a.float() - b.float()).abs().max()}"
 
 
@@ -716,6 +714,8 @@ EXPORTED: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
     "cond": (Branches, (torch.tensor(True), floats(5, 8))),
     "custom op": (lambda: Between(scaled), (floats(5, 8),)),
     "custom op that writes": (lambda: Between(bumped_fp32), (floats(5, 8),)),
+    "while_loop": (lambda: Loop("while_loop"), (floats(4, 2, 8),)),
+    "scan": (lambda: Loop("scan"), (floats(4, 2, 8),)),
 }
 
 
