@@ -30,7 +30,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
 
 from amp_compiler import AmpWarning, Policy, amp_compile
-from amp_compiler.compile import Options, State, _Backend
+from amp_compiler.backend import Backend, Options, State
 
 LEAVES = ("x", "y", "t", "u", "w", "b", "k", "c", "s", "z", "q", "ids", "mask", "tiny")
 
@@ -222,7 +222,7 @@ def direct(program: Program, dtype: torch.dtype) -> Callable[..., Sequence[Tenso
     """The program through our backend, without Dynamo."""
     graph = fx.symbolic_trace(program.function())
     options = Options(Policy.torch("cpu", dtype), backend="eager", keep_output_dtypes=False)
-    backend = _Backend(program.function(), options, State())
+    backend = Backend(program.function(), options, State())
 
     def compiled(*inputs: Tensor) -> Sequence[Tensor]:
         with tracing(TracingContext(FakeTensorMode(static_shapes=True))):

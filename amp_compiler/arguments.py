@@ -1,0 +1,111 @@
+"""Arguments that ``amp_compile``, ``compile_train_step`` and ``convert_model`` share, checked in one place."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import pipeline
+from .backend import BACKENDS
+from .errors import ArgumentError, PolicyError
+from .ops.names import OpLike
+from .policy import Policy, check_level, check_low_dtype, default_dtype, matches
+from .scopes import modules_of
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asked for, checked as far as it can be without a model."""
+
+    policy: Policy
+    dtype: torch.dtype | None
+    exclude: tuple[str | type[nn.Module], ...]
+    backend: str
+    disable_passes: tuple[str, ...]
+
+    def policy_for(self, model: Any) -> Policy:
+        """The policy with its low dtype chosen and its module rules looked up in the model."""
+        return _with_excluded(_with_dtype(self.policy, self.dtype, model), model, self.exclude)
+
+
+def check_request(
+    level: str, dtype: Any, policy: Any, white_list: Iterable[OpLike], black_list: Iterable[OpLike],
+    exclude: Iterable[str | type[nn.Module]], backend: str, disable_passes: Iterable[str],
+) -> Request:  # fmt: skip
+    """Check the arguments that decide on precision; what is wrong is an error that says what to write instead."""
+    if backend not in BACKENDS:
+        raise ArgumentError(f"Unknown backend {backend!r}: choose one of {', '.join(BACKENDS)}.")
+    check_level(level)
+    if dtype is not None:
+        dtype = check_low_dtype(dtype)
+    if policy is not None and not isinstance(policy, Policy):
+        raise ArgumentError(f"policy must be an amp_compiler.Policy, not {type(policy).__name__}.")
+    if policy is not None and level not in ("O2", policy.level):
+        raise ArgumentError(f"level={level!r} contradicts the policy's {policy.level!r}: give one of them.")
+    names = tuple(pipeline.check_names(disable_passes))
+    base = (policy or Policy(level, dtype)).with_ops(low=white_list, fp32=black_list)
+    return Request(base, dtype, tuple(_exclusions(exclude)), backend, names)
+
+
+def _with_dtype(policy: Policy, dtype: torch.dtype | None, model: Any) -> Policy:
+    if dtype is not None and policy.dtype not in (None, dtype):
+        raise ArgumentError(f"dtype={dtype} contradicts the policy's {policy.dtype}: give one of them.")
+    return dataclasses.replace(policy, dtype=policy.dtype or dtype or default_dtype(_device(model)))
+
+
+def _device(model: Any) -> str:
+    if isinstance(model, nn.Module):
+        for tensor in (*model.parameters(), *model.buffers()):
+            return tensor.device.type
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _exclusions(exclude: Iterable[str | type[nn.Module]]) -> list[str | type[nn.Module]]:
+    if isinstance(exclude, (str, type)) or not isinstance(exclude, Iterable):
+        raise ArgumentError(f"exclude must be a list of path patterns and module classes: write [{exclude!r}].")
+    given = list(exclude)
+    for item in given:
+        if not isinstance(item, str) and not (isinstance(item, type) and issubclass(item, nn.Module)):
+            raise ArgumentError(f"exclude takes path patterns and module classes, not {item!r}.")
+    return given
+
+
+def _with_excluded(policy: Policy, model: Any, exclude: tuple[str | type[nn.Module], ...]) -> Policy:
+    if not isinstance(model, nn.Module):
+        if exclude or policy.modules:
+            raise PolicyError("exclude and module rules need a torch.nn.Module: a function has no module paths.")
+        return policy
+    modules = modules_of(model)
+    first: dict[int, str] = {}
+    for path, module in modules.items():
+        first.setdefault(id(module), path)  # the name under which a module that has two stands in a graph
+    rules: dict[str, str] = {}
+    for item in exclude:
+        if isinstance(item, str):
+            named = [path for path in modules if matches(item, path)]
+            found = [item] if named else []
+            found += [p for path in named if (p := first[id(modules[path])]) and not matches(item, p)]
+        else:
+            found = [path or "*" for path, module in modules.items() if isinstance(module, item)]
+        if not found:
+            raise PolicyError(_no_match(item, modules))
+        rules.update(dict.fromkeys(found, "float32"))
+    for pattern, _ in policy.modules:
+        if not any(matches(pattern, path) for path in modules):
+            raise PolicyError(_no_match(pattern, modules))
+    return policy.with_modules(rules) if rules else policy
+
+
+def _no_match(item: Any, modules: Iterable[str]) -> str:
+    paths = [p for p in modules if p]
+    if isinstance(item, type):
+        return f"exclude: the model has no module of class {item.__name__}."
+    near = difflib.get_close_matches(item.rstrip(".*"), paths, n=1)
+    hint = f" Did you mean '{near[0]}'?" if near else f" Paths look like: {', '.join(paths[:4]) or '(none)'}."
+    return f"The module pattern {item!r} matches no module of the model.{hint}"

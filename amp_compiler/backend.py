@@ -1,0 +1,326 @@
+"""From a graph that Dynamo hands over to something that runs: lower, rewrite, differentiate, remember.
+
+``Captured`` is a function under Dynamo with our ``Backend``, the settings that capture needs, and the warnings that a
+user must see; ``amp_compile`` and ``compile_train_step`` both call their model through one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from . import graph as g
+from . import pipeline
+from .capture import dynamo
+from .errors import AmpError, AmpWarning, BannedOpError, CaptureError
+from .passes.base import Context
+from .policy import Policy, dtype_name
+from .report import Report, Row, build_report, cast_totals, graph_rows
+from .scopes import Surroundings, inside_call, marked_modules, modules_of
+from .verify import deep_by_default, verify
+
+BACKENDS = ("auto", "eager", "inductor")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The checked arguments of one ``amp_compile`` call."""
+
+    policy: Policy
+    backend: str = "auto"
+    keep_output_dtypes: bool = True
+    dynamic: bool | None = None
+    fullgraph: bool = False
+    disable_passes: tuple[str, ...] = ()
+
+
+@dataclass
+class Piece:
+    """One captured graph: the rewritten forward, its rows, and what its executed form costs."""
+
+    graph: fx.GraphModule
+    rows: list[Row]
+    casts: tuple[int, int]
+
+
+@dataclass
+class State:
+    """Everything that capturing adds; a fresh one for each compiled module."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    history: list[pipeline.Record] = field(default_factory=list)
+    not_captured: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    warned: set[str] = field(default_factory=set)
+    entered: Surroundings = field(default_factory=Surroundings.now)  # the regions around the call that is running
+
+    def missed(self, reasons: Iterable[str]) -> None:
+        """Graph breaks that no captured graph tells of, as when the code before them had no tensor op."""
+        for reason in reasons:
+            if not any(reason in known for known in self.not_captured):
+                self.not_captured.append(f"graph break: {reason}")
+
+    def leave(self, text: str) -> None:
+        """Something runs without us: a note in the report and a warning, once each."""
+        if text not in self.notes:
+            self.notes.append(text)
+            warnings.warn(f"amp_compile: {text}", AmpWarning, stacklevel=3)
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def report(self, policy: Policy, graph: int | None = None) -> Report:
+        """Every op with its precision and why, over all graphs captured so far (or one of them)."""
+        pieces = self.pieces if graph is None else [self.pieces[graph]]
+        notes = list(self.notes)
+        if not self.pieces and not notes:
+            notes.append("nothing captured yet: call the model once with example inputs")
+        return build_report(
+            (row for piece in pieces for row in piece.rows), (piece.casts for piece in pieces),
+            level=policy.level, dtype=policy.low, not_captured=self.not_captured, notes=notes,
+        )  # fmt: skip
+
+
+class Captured:
+    """A function that runs in mixed precision: Dynamo captures it at its first call, ``backend`` rewrites the graphs.
+
+    ``target``: the model, or function, whose modules the policy names.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], target: Any, options: Options, state: State, backend: Backend | None = None
+    ) -> None:
+        self.options, self.state = options, state
+        self._backend = backend or Backend(target, options, state)
+        self._run = dynamo.compile_frame(
+            function, self._backend, dynamic=options.dynamic, fullgraph=options.fullgraph
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        state = self.state
+        before, pieces = dynamo.Tally.now(), len(state.pieces)
+        with self._no_autocast(), dynamo.capture_settings(), inside_call() as surroundings:
+            state.entered = surroundings
+            if state.entered.scopes:
+                state.leave("a precision scope acts inside a model's code; around a call of it, it does nothing")
+            try:
+                result = self._run(*args, **kwargs)
+            except Exception as error:
+                state.warned.add("raised")
+                explained = _explain(error, self.options.fullgraph)
+                if explained is None:
+                    raise
+                raise explained from error
+        if Surroundings.now().opened > state.entered.opened and "scope" not in state.warned:
+            state.warned.add("scope")
+            why = "; ".join(before.breaks_since()) or "see not_captured in the report"
+            state.leave(
+                "a precision scope has a graph break inside it, and Dynamo then leaves the function that holds it as "
+                "plain Python: its own ops run in fp32, what it calls inside the scope is compiled for the scope's "
+                f"precision. Move the break out of the scope, or mark a module by set_precision. The break: {why}"
+            )
+        if not state.pieces:
+            self._nothing_captured(before.skipped_since("raised" in state.warned))
+        elif len(state.pieces) > pieces:
+            state.missed(before.breaks_since())
+        return result
+
+    @contextlib.contextmanager
+    def _no_autocast(self) -> Iterator[None]:
+        """The policy wins over a surrounding ``torch.autocast``, which capture would bake into the graph."""
+        if not torch._C._is_any_autocast_enabled():
+            yield
+            return
+        if "autocast" not in self.state.warned:
+            self.state.warned.add("autocast")
+            warnings.warn(
+                "An amp_compile'd module was called inside torch.autocast: its own policy wins, autocast is off "
+                "inside it. Take the module out of the region, or set compiled.enabled = False there.",
+                AmpWarning,
+                stacklevel=5,
+            )
+        with contextlib.ExitStack() as stack:
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            yield
+
+    def _nothing_captured(self, reason: str | None) -> None:
+        """A call went by and there is no graph: fine if there was nothing to capture, else say so, once."""
+        text = "no tensor op was captured: the model runs as plain Python, in the precision it has"
+        self.state.note(text)
+        if reason is not None and "nothing" not in self.state.warned:
+            self.state.warned.add("nothing")
+            self.state.not_captured.append(f"the whole model: {reason}")
+            warnings.warn(f"amp_compile: {text}. {reason}.", AmpWarning, stacklevel=5)
+
+
+class Backend:
+    """What Dynamo calls with each graph: lower, run the passes, differentiate, give back a callable."""
+
+    def __init__(self, target: Any, options: Options, state: State) -> None:
+        self.target, self.options, self.state = target, options, state
+        self.forward, _, _ = pipeline.build(options.disable_passes)
+        self.__name__ = "amp_compiler"
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        known = len(self.state.history)
+        try:
+            return self.compile(gm, example_inputs)
+        except Exception:
+            del self.state.history[known:]  # Dynamo may start over; what it threw away is no history
+            raise
+
+    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        from .capture.lower import why_not
+
+        reason = dynamo.break_reason(gm)
+        if reason is not None and str(reason) not in self.state.not_captured:
+            self.state.not_captured.append(str(reason))
+        refused = why_not(gm)
+        if refused is not None:
+            self.state.leave(f"a graph runs in the precision it has: {refused}")
+            self.state.not_captured.append(f"a graph: {refused}")
+            return gm.forward
+        with _guarded(
+            self.state, "a graph could not be rewritten and runs in the precision it has"
+        ) as rewritten:
+            graph = self.rewrite(gm, example_inputs)
+        if not rewritten:
+            return gm.forward
+        with _guarded(self.state, "AOTAutograd could not take a graph; its casts run unfolded") as compiled:
+            result = self.run(graph, example_inputs)
+        if not compiled:
+            self.state.pieces.append(Piece(graph, graph_rows(graph, len(self.state.pieces)), cast_totals(graph)))
+        return result if compiled else graph.forward
+
+    def rewrite(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+        from .capture.lower import lower
+
+        start = time.perf_counter()
+        modules = modules_of(self.target)
+        paths: dict[int, str] = {}
+        for path, module in modules.items():
+            paths.setdefault(id(module), path)
+        graph = lower(gm, example_inputs, self.options.policy, paths)
+        graph.meta[g.STATE] = dynamo.kept_values(gm, example_inputs)
+        ctx = Context(
+            self.options.policy,
+            self.options.keep_output_dtypes,
+            marked_modules(modules),
+            self.twin(gm, paths),
+            self.around(gm),
+        )
+        verify(graph, ("captured",), ctx, "capture")
+        history = [
+            pipeline.Record("capture", time.perf_counter() - start, True, g.format_graph(graph), "forward",
+                            len(graph.graph.nodes))
+        ]  # fmt: skip
+        self.forward.run(graph, ctx, history, graph="forward")
+        self.state.history.extend(history)
+        for note in ctx.notes:
+            self.state.leave(note)
+        return graph
+
+    def around(self, gm: fx.GraphModule) -> tuple[str, torch.dtype | None] | None:
+        """A region of the model's code that is not in the graph: Dynamo runs it as plain Python, because the graph
+        breaks inside it, and compiles what is called there. Guards see a precision scope, not an autocast region."""
+        if any(getattr(n.target, "__name__", "") == "_enter_autocast" for n in gm.graph.nodes):
+            return None  # this graph shows its regions
+        found = self.state.entered.region_since()
+        if found is not None and found[0] == "autocast":
+            self.state.leave(
+                "a graph break inside a torch.autocast region makes Dynamo run the region as plain Python: the code "
+                "that it calls is compiled for that precision, and the same code called elsewhere may reuse it, or the "
+                "other way round. Use precision(...) or set_precision instead, or move the break out of the region"
+            )
+        return found
+
+    def twin(self, gm: fx.GraphModule, paths: dict[int, str]) -> fx.GraphModule | None:
+        """The same frame in the low dtype, if its code can depend on dtypes (``capture/twin.py``)."""
+        from .capture.twin import may_depend_on_dtype, twin_of_frame
+
+        if self.options.policy.level == "O0" or "mark_dtype_origin" in self.options.disable_passes:
+            return None
+        if not may_depend_on_dtype(gm):
+            return None
+        try:
+            return twin_of_frame(self.options.policy, paths)
+        except Exception as error:
+            low = dtype_name(self.options.policy.low)
+            self.state.leave(f"the model's code reads dtypes and could not be traced in {low}, so every cast in it to "
+                             f"float32 counts as the author's: {first_line(error)}")  # fmt: skip
+            return None
+
+    def run(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        from .capture.autodiff import compile_graph
+
+        piece = Piece(graph, graph_rows(graph, len(self.state.pieces)), cast_totals(graph))
+        ctx = Context(self.options.policy, self.options.keep_output_dtypes)
+        backend = resolve_backend(self.options.backend, example_inputs)
+        _, joint_steps, inference_steps = pipeline.build(self.options.disable_passes, backend)
+
+        def joint(differentiated: fx.GraphModule, kind: str) -> None:
+            steps = joint_steps if kind == "joint" else inference_steps
+            steps.run(differentiated, ctx, self.state.history, graph=kind)
+            piece.casts = cast_totals(differentiated)
+
+        compiled = compile_graph(graph, example_inputs, backend, joint)
+        self.state.pieces.append(piece)
+        return compiled
+
+
+@contextlib.contextmanager
+def _guarded(state: State, what: str) -> Iterator[list[bool]]:
+    """Yields a list that is non-empty when the body went through; a failure becomes a warning and a note,
+    so that a model we cannot treat runs as it did without us. Errors meant for the user go up."""
+    done: list[bool] = []
+    try:
+        yield done
+        done.append(True)
+    except BannedOpError:
+        raise
+    except Exception as error:
+        from torch._dynamo.exc import TorchDynamoException
+
+        if isinstance(error, TorchDynamoException) or deep_by_default():
+            raise
+        state.leave(f"{what}: {first_line(error)}")
+
+
+def first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
+
+
+def _explain(error: Exception, fullgraph: bool) -> Exception | None:
+    """Our own error out of Dynamo's wrapping, or a clear one for what cannot be in one graph."""
+    import torch._dynamo.exc as exc
+
+    inner: BaseException | None = error
+    for _ in range(8):
+        if isinstance(inner, AmpError):
+            return inner if inner is not error else None
+        inner = getattr(inner, "inner_exception", None) or (inner.__cause__ if inner is not None else None)
+    if isinstance(error, exc.Unsupported) or (fullgraph and isinstance(error, exc.TorchDynamoException)):
+        first = str(error).strip().splitlines()[0]
+        return CaptureError(
+            f"With fullgraph=True the model must be one graph, and it is not: {first} "
+            "Leave fullgraph off to compile the pieces, or take that code out of forward."
+        )
+    return None
+
+
+def resolve_backend(backend: str, inputs: Sequence[Any]) -> str:
+    """``auto`` is inductor when a CUDA tensor is there, eager otherwise."""
+    if backend != "auto":
+        return backend
+    return "inductor" if any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs) else "eager"
