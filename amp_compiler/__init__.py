@@ -17,11 +17,19 @@ if TYPE_CHECKING:
     from .compile import amp_compile as amp_compile
     from .errors import AmpError as AmpError
     from .errors import AmpWarning as AmpWarning
+    from .errors import CheckpointError as CheckpointError
+    from .errors import ScalerError as ScalerError
     from .policy import Policy as Policy
     from .profile import count_casts as count_casts
     from .report import Report as Report
+    from .scalers import DynamicLossScaler as DynamicLossScaler
+    from .scalers import StaticLossScaler as StaticLossScaler
+    from .scalers import all_finite as all_finite
     from .scopes import precision as precision
     from .scopes import set_precision as set_precision
+    from .training.step import StepResult as StepResult
+    from .training.step import TrainStep as TrainStep
+    from .training.step import compile_train_step as compile_train_step
 
 __version__ = "0.1.0"
 
@@ -30,9 +38,17 @@ _PUBLIC = {
     "AmpError": "errors",
     "AmpModule": "compile",
     "AmpWarning": "errors",
+    "CheckpointError": "errors",
+    "DynamicLossScaler": "scalers",
     "Policy": "policy",
     "Report": "report",
+    "ScalerError": "errors",
+    "StaticLossScaler": "scalers",
+    "StepResult": "training.step",
+    "TrainStep": "training.step",
+    "all_finite": "scalers",
     "amp_compile": "compile",
+    "compile_train_step": "training.step",
     "count_casts": "profile",
     "precision": "scopes",
     "set_precision": "scopes",

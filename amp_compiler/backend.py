@@ -48,6 +48,7 @@ class Piece:
     graph: fx.GraphModule
     rows: list[Row]
     casts: tuple[int, int]
+    joint: fx.GraphModule | None = None  # forward, backward and loss scaling in one, of a whole training step
 
 
 @dataclass
@@ -168,7 +169,7 @@ class Backend:
 
     def __init__(self, target: Any, options: Options, state: State) -> None:
         self.target, self.options, self.state = target, options, state
-        self.forward, _, _ = pipeline.build(options.disable_passes)
+        self.forward = pipeline.build(options.disable_passes).forward
         self.__name__ = "amp_compiler"
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -266,11 +267,11 @@ class Backend:
         piece = Piece(graph, graph_rows(graph, len(self.state.pieces)), cast_totals(graph))
         ctx = Context(self.options.policy, self.options.keep_output_dtypes)
         backend = resolve_backend(self.options.backend, example_inputs)
-        _, joint_steps, inference_steps = pipeline.build(self.options.disable_passes, backend)
+        steps = pipeline.build(self.options.disable_passes, backend)
 
         def joint(differentiated: fx.GraphModule, kind: str) -> None:
-            steps = joint_steps if kind == "joint" else inference_steps
-            steps.run(differentiated, ctx, self.state.history, graph=kind)
+            chosen = steps.joint if kind == "joint" else steps.inference
+            chosen.run(differentiated, ctx, self.state.history, graph=kind)
             piece.casts = cast_totals(differentiated)
 
         compiled = compile_graph(graph, example_inputs, backend, joint)

@@ -35,5 +35,13 @@ class VerifyError(AmpError, RuntimeError):
     """A graph broke a rule after a pass: names the pass, the node and the source line."""
 
 
+class ScalerError(AmpError, RuntimeError):
+    """A loss scaler's methods in an order that cannot work: unscale twice, step without a backward."""
+
+
+class CheckpointError(AmpError, RuntimeError):
+    """A checkpoint that is damaged or not of this model, optimizer or scaler; nothing was changed."""
+
+
 class AmpWarning(UserWarning):
     """Something works, but not as the user may think."""

@@ -40,6 +40,10 @@ STATE = "amp_state"  # gm.meta key: (output, input) positions of what the model 
 CONSTANT = "amp_constant"  # node.meta key: the value of an input that is a constant of the model's code
 CLOSED = "amp_closed"  # gm.meta key: a body that no pass may look into
 OUTPUT_DTYPES = "amp_output_dtypes"  # gm.meta key: what the model's outputs are, where tracing lost it
+LOSS = "amp_loss"  # gm.meta key: the output that is the loss, in the graph of a training step
+ROLE = "amp_role"  # node.meta key of the Role of an input of a joint graph; gm.meta key: those of its outputs
+RESTORED = "amp_restored"  # gm.meta key: (Role of an output, input) of what a skipped update must leave as it was
+WEIGHTS = "amp_weights"  # gm.meta key: the graph that makes the low copies of weights, once an update
 ORIGIN = "amp_origin"  # node.meta key of the Origin (see passes/mark_dtype_origin.py)
 
 
@@ -121,6 +125,21 @@ def origin(node: fx.Node) -> Origin | None:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What an input or output of a training step's graph is for.
+
+    Inputs: ``primal`` (an input of the forward, ``index`` its place), ``constant``, ``tangent`` (the loss's gradient),
+    ``scale``, ``found`` (1 where an earlier micro-batch was not finite), ``saved`` (primal ``index`` before the
+    update), ``low`` (the low copy of primal ``index``). Outputs: ``mutation`` (the new value of primal ``index``),
+    ``output`` (of the forward), ``gradient`` (of primal ``index``), ``found``.
+    """
+
+    kind: str
+    index: int = 0
+    name: str = ""
+
+
 # ---------------------------------------------------------------------------------------------- values
 
 
@@ -188,6 +207,21 @@ def retype(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(value.size(), value.stride(), dtype=dtype, device="meta")
     with mode, torch.no_grad():
         return torch.empty_strided(value.size(), value.stride(), dtype=dtype, device=value.device)
+
+
+def fake_mode(graph: fx.Graph) -> Any:
+    """The mode that the values of a graph's nodes are fakes of."""
+    values = (v for n in graph.nodes for v in tensor_outputs(n))
+    return next(m for v in values if (m := getattr(v, "fake_mode", None)) is not None)
+
+
+def call(graph: fx.Graph, mode: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+    """A new node at the graph's insertion point, with the value that its op gives on fakes."""
+    node = graph.call_function(target, args, kwargs)
+    given, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+    with mode, torch.no_grad():
+        node.meta["val"] = target(*given, **named)
+    return node
 
 
 # ---------------------------------------------------------------------------------------------- casts

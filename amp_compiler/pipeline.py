@@ -4,6 +4,8 @@ capture ─▶ normalize ─▶ mark_dtype_origin ─▶ assign_precision ─▶
            └───────────────────────────── FORWARD ───────────────────────────┘
 autodiff ─▶ fold_casts ─▶ batch_casts ─▶ run
             └──── JOINT / INFERENCE ────┘
+autodiff ─▶ scale_loss ─▶ fold_casts ─▶ hoist_weight_casts ─▶ batch_casts ─▶ run
+            └──────────────── STEP (a whole training step) ───────────────┘
 """
 
 from __future__ import annotations
@@ -17,15 +19,26 @@ from torch import fx
 
 from . import graph as g
 from .errors import AmpError, ArgumentError, PipelineError
-from .passes import assign_precision, batch_casts, fold_casts, insert_casts, mark_dtype_origin, normalize
+from .passes import (
+    assign_precision,
+    batch_casts,
+    fold_casts,
+    hoist_weight_casts,
+    insert_casts,
+    mark_dtype_origin,
+    normalize,
+    scale_loss,
+)
 from .passes.base import Context, Pass
 from .verify import verify
 
 FORWARD = (normalize.PASS, mark_dtype_origin.PASS, assign_precision.PASS, insert_casts.PASS)
 JOINT = (fold_casts.PASS, batch_casts.PASS)
 INFERENCE = (fold_casts.PASS, batch_casts.PASS)
+STEP = (scale_loss.PASS, fold_casts.PASS, hoist_weight_casts.PASS, batch_casts.PASS)
+WEIGHTS = (batch_casts.PASS,)  # on the graph that makes the low copies of weights, once an update
 
-ALL = {p.name: p for p in (*FORWARD, *JOINT, *INFERENCE)}
+ALL = {p.name: p for p in (*FORWARD, *JOINT, *INFERENCE, *STEP)}
 
 
 @dataclass(frozen=True)
@@ -91,15 +104,28 @@ class Pipeline:
             history.append(_record(step.name, time.perf_counter() - start, modified, gm, graph))
 
 
-def build(disable: Iterable[str] = (), backend: str = "eager") -> tuple[Pipeline, Pipeline, Pipeline]:
-    """The forward, joint and inference pipelines, with the named passes switched off."""
+@dataclass(frozen=True)
+class Pipelines:
+    """The passes for each kind of graph."""
+
+    forward: Pipeline
+    joint: Pipeline
+    inference: Pipeline
+    step: Pipeline
+    weights: Pipeline
+
+
+def build(disable: Iterable[str] = (), backend: str = "eager") -> Pipelines:
+    """The pipelines, with the named passes switched off."""
     off = frozenset(check_names(disable))
     if backend != "eager":
         off |= {step.name for step in ALL.values() if "eager" in step.requires}
-    return (
-        Pipeline(FORWARD, ("captured",), off),
-        Pipeline(JOINT, ("functional", "eager"), off),
-        Pipeline(INFERENCE, ("functional", "eager"), off),
+    return Pipelines(
+        forward=Pipeline(FORWARD, ("captured",), off),
+        joint=Pipeline(JOINT, ("functional", "eager"), off),
+        inference=Pipeline(INFERENCE, ("functional", "eager"), off),
+        step=Pipeline(STEP, ("functional", "eager", "step", "accumulating"), off),
+        weights=Pipeline(WEIGHTS, ("functional", "eager", "folded"), off),
     )
 
 

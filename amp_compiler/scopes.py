@@ -26,6 +26,9 @@ _LIBRARY = torch.library.Library("amp", "FRAGMENT")
 _LIBRARY.define("scope(str precision) -> ()")
 _LIBRARY.impl("scope", lambda precision: None, "CompositeImplicitAutograd")
 torch.fx.node.has_side_effect(torch.ops.amp.scope.default)
+# Tells which output of a graph is the loss that a training step differentiates; ``capture/lower.py`` takes it out.
+_LIBRARY.define("loss(Tensor(a) loss) -> Tensor(a)")
+_LIBRARY.impl("loss", torch.ops.aten.alias.default, "CompositeImplicitAutograd")
 
 
 def precision(dtype: Any) -> contextlib.AbstractContextManager[None]:

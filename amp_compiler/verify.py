@@ -189,6 +189,91 @@ def _folded(gm: fx.GraphModule, ctx: Any, where: str) -> None:
                 _fail(where, node, f"casts '{source.name}', which is itself a lossless cast.")
 
 
+def _results(gm: fx.GraphModule) -> list[Any]:
+    last = next(iter(reversed(gm.graph.nodes)))
+    return pytree.tree_leaves(last.args[0], is_leaf=lambda x: x is None)
+
+
+def _step(gm: fx.GraphModule, ctx: Any, where: str) -> None:
+    """Every input of a training step's graph has a role, and every output."""
+    for node in gm.graph.nodes:
+        if node.op == "placeholder" and not isinstance(node.meta.get(g.ROLE), g.Role):
+            _fail(where, node, "is an input without a role.")
+    results, roles = _results(gm), gm.meta[g.ROLE]
+    if len(results) != len(roles):
+        _fail(where, next(iter(reversed(gm.graph.nodes))), f"has {len(results)} values for {len(roles)} roles.")
+
+
+def _scaled(gm: fx.GraphModule, ctx: Any, where: str) -> None:
+    """Every gradient is scaled and unscaled exactly once, and nothing else depends on the scale.
+
+    Each path from the loss's tangent counts how often it meets the scale and ``amp::unscale``. What autograd puts
+    between is linear in the tangent, so a gradient with one of each on all its paths is the gradient itself.
+    """
+    if not isinstance(gm.meta.get(g.ROLE), tuple):
+        return  # a graph inside the step's
+    _step(gm, ctx, where)
+    inputs = {n.meta[g.ROLE].kind: n for n in gm.graph.nodes if n.op == "placeholder"}
+    tangent, scale = inputs["tangent"], inputs["scale"]
+    met: dict[fx.Node, set[tuple[int, int]]] = {tangent: {(0, 0)}}
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or g.op_name(node) == "amp::unscale":
+            continue
+        times = {pair for source in node.all_input_nodes for pair in met.get(source, ())}
+        if scale in node.all_input_nodes and tangent in node.all_input_nodes and g.op_name(node) == "mul":
+            times = {(scaled + 1, unscaled) for scaled, unscaled in times}
+        elif scale in node.all_input_nodes:
+            if g.op_name(node) != "reciprocal" or any(g.op_name(u) != "amp::unscale" for u in node.users):
+                _fail(where, node, "uses the scale for something else than scaling and unscaling.")
+        elif tangent in node.all_input_nodes:
+            _fail(where, node, "uses the loss's tangent before it is scaled.")
+        elif (given := _unscaled_by(node)) is not None:
+            times = {(scaled, unscaled + 1) for scaled, unscaled in met.get(given, ())}
+            if not times and not _is_zero(given):
+                _fail(where, given, "is a gradient that does not depend on the loss's: it would be unscaled only.")
+            times = times or {(1, 1)}
+        if times:
+            met[node] = times
+    for role, node in zip(gm.meta[g.ROLE], _results(gm), strict=True):
+        times = met.get(node, set())
+        if role.kind == "gradient" and times != {(1, 1)}:
+            told = ", ".join(f"{s} times scaled and {u} times unscaled" for s, u in sorted(times)) or "never scaled"
+            _fail(where, node, f"is the gradient of input {role.index} and is {told} on its way from the loss.")
+        if role.kind in ("mutation", "output") and times:
+            _fail(where, node, f"is {role.kind} {role.index} and depends on the loss's tangent.")
+
+
+def _unscaled_by(node: fx.Node) -> fx.Node | None:
+    """The gradient that went into ``amp::unscale`` where this node comes out: ``unscale(…)[0][i]``."""
+    if not g.is_getitem(node):
+        return None
+    gradients, place = node.args
+    if not isinstance(gradients, fx.Node) or not g.is_getitem(gradients) or gradients.args[1] != 0:
+        return None
+    op = gradients.args[0]
+    if not isinstance(op, fx.Node) or g.op_name(op) != "amp::unscale":
+        return None
+    given = pytree.tree_leaves(op.args[0])[int(str(place))]
+    assert isinstance(given, fx.Node)
+    return given
+
+
+def _is_zero(node: fx.Node) -> bool:
+    name, args = g.op_name(node), dict(g.schema_args(node))
+    filled = name.startswith("full") and bool(args.get("fill_value") == 0)
+    return filled or name in ("zeros", "zeros_like", "new_zeros")
+
+
+def _hoisted(gm: fx.GraphModule, ctx: Any, where: str) -> None:
+    """No cast of a parameter is left in the graph that runs for every micro-batch."""
+    frozen = g.written_nodes(gm.graph) | g.output_nodes(gm.graph)
+    for node in gm.graph.nodes:
+        if g.is_float_cast(node) and node not in frozen and g.cast_source(node).op == "placeholder":
+            role = g.cast_source(node).meta.get(g.ROLE)
+            if role is not None and role.kind == "primal" and role.index in gm.meta[g.PARAMETER]:
+                _fail(where, node, "casts a parameter once a micro-batch.")
+
+
 CHECKS: Mapping[str, Callable[[fx.GraphModule, Any, str], None]] = {
     "captured": _captured,
     "normalized": _normalized,
@@ -197,6 +282,9 @@ CHECKS: Mapping[str, Callable[[fx.GraphModule, Any, str], None]] = {
     "cast": _cast,
     "functional": _functional,
     "eager": _eager,
+    "step": _step,
+    "scaled": _scaled,
+    "hoisted": _hoisted,
     "folded": _folded,
     "batched": _folded,
 }

@@ -309,7 +309,7 @@ class ExportMixed:
         self.program, self.graph = captured.program, captured.graph
         assert not captured.twin_failed
         self.ctx = Context(chosen, True, marked_modules(modules_of(model)), captured.twin)
-        pipeline.build()[0].run(self.graph, self.ctx, [], graph="forward")
+        pipeline.build().forward.run(self.graph, self.ctx, [], graph="forward")
         self.module = self.program.module()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

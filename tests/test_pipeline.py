@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from amp_compiler.errors import AmpError, ArgumentError, BannedOpError, PipelineError, VerifyError
 from amp_compiler.passes import assign_precision, insert_casts, normalize
 from amp_compiler.passes.base import Context, Dialect, Pass
-from amp_compiler.pipeline import ALL, FORWARD, INFERENCE, JOINT, Pipeline, Record, build, check_names
+from amp_compiler.pipeline import ALL, FORWARD, INFERENCE, JOINT, STEP, Pipeline, Record, build, check_names
 from helpers import BF16, casts, context, functional, pre_dispatch
 
 X, W = torch.randn(2, 4), torch.randn(4, 4)
@@ -35,14 +35,16 @@ def run(pipe: Pipeline, gm: fx.GraphModule | None = None, ctx: Context | None = 
 
 
 def test_the_pipelines_are_in_order() -> None:
-    forward, joint, inference = build()
-    assert [p.name for p in forward.passes] == [
+    built = build()
+    joint, inference = built.joint, built.inference
+    assert [p.name for p in built.forward.passes] == [
         "normalize", "mark_dtype_origin", "assign_precision", "insert_casts",
     ]  # fmt: skip
     assert joint.passes == JOINT
     assert inference.passes == INFERENCE
     assert joint.passes[0].name == inference.passes[0].name == "fold_casts"
-    assert set(ALL) == {p.name for p in (*FORWARD, *JOINT, *INFERENCE)}
+    assert [p.name for p in built.step.passes] == ["scale_loss", "fold_casts", "hoist_weight_casts", "batch_casts"]
+    assert set(ALL) == {p.name for p in (*FORWARD, *JOINT, *INFERENCE, *STEP)}
 
 
 @pytest.mark.parametrize(
@@ -75,7 +77,7 @@ def test_an_unknown_fact_has_no_maker() -> None:
 
 def test_a_pipeline_is_a_value() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        build()[0].passes = ()  # type: ignore[misc]
+        build().forward.passes = ()  # type: ignore[misc]
 
 
 # ---------------------------------------------------------------------------------------- switching off
@@ -84,7 +86,8 @@ def test_a_pipeline_is_a_value() -> None:
 @pytest.mark.parametrize("name", list(ALL))
 def test_each_pass_can_be_switched_off(name: str) -> None:
     """What needs the missing pass is left out and says so; the graph still runs."""
-    forward, joint, inference = build([name])
+    built = build([name])
+    forward, joint, inference = built.forward, built.joint, built.inference
     gm = pre_dispatch(model, X, W)
     history = run(forward, gm)
     assert [r.name for r in history] == [p.name for p in FORWARD]
@@ -109,7 +112,7 @@ def test_each_pass_can_be_switched_off(name: str) -> None:
 
 
 def test_a_cascade_is_noted_pass_by_pass() -> None:
-    notes = {r.name: r.note for r in run(build(["normalize"])[0])}
+    notes = {r.name: r.note for r in run(build(["normalize"]).forward)}
     assert notes == {
         "normalize": "switched off",
         "mark_dtype_origin": "left out: needs 'normalized'",
@@ -173,7 +176,7 @@ def test_each_result_is_verified() -> None:
 
 def test_history_has_one_record_a_stage() -> None:
     gm = pre_dispatch(model, X, W)
-    records = run(build()[0], gm)
+    records = run(build().forward, gm)
     assert [r.name for r in records] == [p.name for p in FORWARD]
     assert all(r.seconds > 0 and r.graph == "forward" and r.note == "" for r in records)
     assert all(
@@ -190,14 +193,14 @@ def test_history_counts_subgraphs() -> None:
     def fn(p: Tensor, x: Tensor, w: Tensor) -> Tensor:
         return torch.cond(p, lambda x, w: (F.linear(x, w),), lambda x, w: (x * 2,), (x, w))[0]
 
-    records = run(build()[0], pre_dispatch(fn, torch.tensor(True), X, W))
+    records = run(build().forward, pre_dispatch(fn, torch.tensor(True), X, W))
     assert records[-1].casts == 3
     assert records[-1].nodes > records[0].nodes
     assert "graph true_graph_0:" in records[-1].text
 
 
 def test_a_run_that_changes_nothing_says_so() -> None:
-    records = run(build()[0], pre_dispatch(lambda x: x.exp(), X))
+    records = run(build().forward, pre_dispatch(lambda x: x.exp(), X))
     assert [r.modified for r in records] == [False, False, True, False]
     again = functional(lambda x: x.exp(), X)
-    assert [r.modified for r in run(build()[1], again)] == [False] * len(JOINT)
+    assert [r.modified for r in run(build().joint, again)] == [False] * len(JOINT)

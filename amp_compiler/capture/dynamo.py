@@ -114,6 +114,17 @@ def break_reason(gm: fx.GraphModule) -> Uncaptured | None:
     return Uncaptured(f"graph break: {str(reason.reason).strip().splitlines()[0]}", where)
 
 
+def input_sources(gm: fx.GraphModule) -> list[str]:
+    """Where each input of a graph comes from, in Dynamo's words: ``L['args'][0]``, ``L['model']._buffers['mean']``."""
+    found = []
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            source = getattr(node, "_dynamo_source", None)
+            text = str(node.target) if source is None else source.name
+            found.append(text() if callable(text) else str(text))
+    return found
+
+
 def kept_values(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[tuple[int, int]]:
     """(output, input) positions where the model's code assigns a new tensor to an attribute that held the input
     (``self.steps = self.steps + 1``). Only Dynamo's record of side effects tells these from other outputs."""

@@ -60,6 +60,7 @@ def lower(
     else:
         modes = (getattr(v, "fake_mode", None) for v in fakes)
         mode = next((m for m in modes if m is not None), None) or torch._guards.detect_fake_mode(list(fakes))
+    loss = _take_out_loss(gm)
     gm = vmap.without_vmap(gm)
     interpreter = _PromotingInterpreter(gm, garbage_collect_values=False) if promote else _LoweringInterpreter(gm)
     with _tracing(mode):
@@ -77,9 +78,23 @@ def lower(
             if isinstance(of := node.meta.get(g.DTYPE_OF), fx.Node):
                 node.meta[g.DTYPE_OF] = of.name  # names are final only now
     lowered.meta.update(gm.meta)
+    lowered.meta[g.LOSS] = loss
     lowered.meta[g.OUTPUT_DTYPES] = _output_dtypes(gm)
     lowered.recompile()
     return lowered
+
+
+def _take_out_loss(gm: fx.GraphModule) -> int | None:
+    """``amp::loss`` says which output is the loss of a training step: drop the node and give back the place."""
+    last = next(iter(reversed(gm.graph.nodes)))
+    place = None
+    for node in list(gm.graph.nodes):
+        if node.op == "call_function" and node.target in (torch.ops.amp.loss, torch.ops.amp.loss.default):
+            place = pytree.tree_leaves(last.args[0]).index(node)
+            node.replace_all_uses_with(node.args[0])
+            gm.graph.erase_node(node)
+            gm.recompile()
+    return place
 
 
 def _output_dtypes(gm: fx.GraphModule) -> list[torch.dtype | None]:

@@ -1,0 +1,670 @@
+"""Loss scalers: multiply the loss, divide the gradients, leave a step out if one is not finite, adapt the scale.
+
+They stand where ``torch.amp.GradScaler`` does, with the same methods, and add a floor and a cap for the scale,
+patience, and a diagnosis when the floor is reached and gradients still overflow. The state lives in small tensors on
+the loss's device, and nothing but ``step`` of an optimizer that is not fused makes the host wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import math
+import struct
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .errors import AmpError, AmpWarning, ArgumentError
+from .kernels import all_finite as finite_kernel
+from .kernels import unscale as unscale_kernel
+from .update import apply_update, gradients, inverse, takes_found_inf
+
+STUCK_AFTER = 20  # updates in a row with non-finite gradients while the scale cannot fall, before a warning
+
+_SMALLEST = torch.finfo(torch.float32).tiny  # below it 1 / scale is not finite in fp32
+_LARGEST = torch.finfo(torch.float32).max
+
+Nested = TypeVar("Nested")
+
+
+class ScalerError(AmpError, RuntimeError):
+    """A scaler's methods were called in an order that would give wrong gradients; the message says the right one."""
+
+
+def all_finite(tensors: Tensor | Iterable[Tensor | None]) -> Tensor:
+    """A bool tensor: is every number of every tensor finite? No host sync; ``None`` entries are left out.
+
+    >>> all_finite([torch.ones(2), torch.tensor([1.0, float("nan")])])
+    tensor(False)
+    """
+    try:
+        given = finite_kernel.as_list(tensors)
+    except TypeError as error:
+        raise ArgumentError(
+            f"all_finite: {error} Pass the gradients, as in [p.grad for p in model.parameters()]."
+        ) from None
+    return finite_kernel.all_finite(given)
+
+
+class _Stage(enum.Enum):
+    READY = enum.auto()
+    UNSCALED = enum.auto()
+    STEPPED = enum.auto()
+
+
+@dataclass(slots=True)
+class _Use:
+    """What was done with one optimizer since the last update."""
+
+    optimizer: Optimizer  # held, so that its id is not given to another one meanwhile
+    stage: _Stage = _Stage.READY
+    found: Tensor | None = None  # 1.0 if a gradient was not finite, on the scale's device
+
+
+class _Numbers:
+    """A scaler's numbers: plain ones until the device is known, then tensors of no dimensions on it."""
+
+    DTYPES: ClassVar = {
+        "scale": torch.float32,
+        "finite": torch.int32,  # updates in a row with finite gradients
+        "overflows": torch.int32,  # updates in a row with non-finite ones since the scale last fell
+        "stuck": torch.float32,  # updates in a row with non-finite ones while the scale could not fall
+    }
+
+    def __init__(self, scale: float) -> None:
+        self.plain: dict[str, Any] = {"scale": scale, "finite": 0, "overflows": 0, "stuck": 0}
+        self.tensors: dict[str, Tensor] = {}
+
+    def create(self, device: torch.device) -> None:
+        for name, dtype in self.DTYPES.items():
+            self.tensors[name] = torch.full((), self.plain[name], dtype=dtype, device=device)
+
+    def read(self, name: str) -> Any:
+        """The number on the host. For a CPU tensor ``tolist`` dispatches no op."""
+        if name not in self.tensors:
+            return self.plain[name]
+        return type(self.plain[name])(self.tensors[name].tolist())
+
+    def write(self, **values: float) -> None:
+        for name, value in values.items():
+            self.plain[name] = value
+            if name in self.tensors:
+                self.tensors[name].fill_(value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"plain": {name: self.read(name) for name in self.plain}, "tensors": {}}
+
+
+class LossScaler:
+    """What both scalers share. Here the scale never changes by itself."""
+
+    def __init__(self, scale: float) -> None:
+        self._numbers = _Numbers(scale)
+        self._replicas: dict[torch.device, Tensor] = {}
+        self._uses: dict[int, _Use] = {}
+        self._warned = False
+
+    # ------------------------------------------------------------------------------------------ a training loop
+
+    @overload
+    def scale(self, outputs: Tensor) -> Tensor: ...
+    @overload
+    def scale(self, outputs: Nested) -> Nested: ...
+    def scale(self, outputs: Any) -> Any:
+        """The loss, or a nested tuple, list or dict of losses, times the scale."""
+        return _map(outputs, lambda tensor: tensor * self.scale_on(tensor.device), "scale")
+
+    def backward(self, loss: Any, **kwargs: Any) -> None:
+        """``scale(loss).backward(**kwargs)``, also for several losses at once."""
+        if isinstance(loss, Tensor):
+            self.scale(loss).backward(**kwargs)
+        else:
+            torch.autograd.backward(_leaves(self.scale(loss), "backward"), **kwargs)
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the optimizer's gradients by the scale, in place, and note whether all are finite. No host sync.
+
+        For what needs true gradients before the step: clipping, logging. Gradients keep their dtype, so those of fp16
+        parameters are rounded to fp16 again and small ones vanish; ``unscale`` gives fp32 copies.
+        """
+        scale = self._existing("unscale_")
+        use = self._use(optimizer)
+        if use.stage is _Stage.UNSCALED:
+            raise ScalerError(
+                f"unscale_() was already called for this {_name(optimizer)} since the last update(): a second one "
+                "would divide its gradients twice. Call unscale_() once, after the last backward(), then step(), then "
+                "update()."
+            )
+        if use.stage is _Stage.STEPPED:
+            raise ScalerError(
+                f"unscale_() was called after step() for this {_name(optimizer)}. Call unscale_() before step(), and "
+                "update() once after the steps of all optimizers."
+            )
+        grads = gradients(optimizer)
+        if grads:
+            found = torch.zeros((), dtype=torch.float32, device=scale.device)
+            unscale_kernel.unscale_(grads, inverse(scale), found)
+            use.found = found
+        use.stage = _Stage.UNSCALED
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Unscale the gradients if that was not done, and take ``optimizer.step(*args, **kwargs)`` if all are finite.
+
+        Returns what it returned, ``None`` if the step was left out. A fused optimizer decides on its own device; for
+        others the host has to wait for the answer.
+        """
+        if any(callable(value) for value in (*args, *kwargs.values())):
+            raise ScalerError(
+                "step() cannot take a closure: it would run the backward again, with gradients that nobody checks. Run "
+                "forward and backward before step(); an optimizer that needs a closure (LBFGS) cannot be scaled."
+            )
+        scale = self._existing("step")
+        use = self._use(optimizer)
+        if use.stage is _Stage.STEPPED:
+            raise ScalerError(
+                f"step() was already called for this {_name(optimizer)} since the last update(). Call update() once "
+                "after the steps of all optimizers."
+            )
+        grad_scale = None
+        if use.stage is _Stage.READY and (grads := gradients(optimizer)):
+            if takes_found_inf(optimizer):
+                use.found = finite_kernel.non_finite(grads).to(scale.device, non_blocking=True)
+                grad_scale = scale
+            else:
+                self.unscale_(optimizer)
+        if use.found is None:
+            raise ScalerError(
+                f"step() found no gradient at all in this {_name(optimizer)}. Was scale(loss).backward() not called, "
+                "or zero_grad() after it, or are all its parameters frozen (requires_grad=False)?"
+            )
+        result, taken = apply_update(optimizer, use.found, grad_scale=grad_scale, args=args, kwargs=kwargs)
+        use.stage = _Stage.STEPPED
+        if taken is False:
+            self._look(3)  # the host has just waited, so one more number costs nothing
+        return result
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Adapt the scale, once after the steps of all optimizers; or set it to ``new_scale``. No host sync.
+
+        A tensor is not looked at: what is not finite or not positive in it leaves the scale as it is, and the rest is
+        brought between floor and cap.
+        """
+        scale = self._existing("update")
+        if new_scale is not None:
+            self._set(scale, new_scale)
+            self._end_iteration()
+        else:
+            found = [use.found for use in self._uses.values() if use.found is not None]
+            if not found:
+                raise ScalerError(
+                    "update() has nothing to go by: neither step() nor unscale_() has seen gradients since the last "
+                    "update(). Call it once after step()."
+                )
+            self._adapt(functools.reduce(torch.maximum, found))
+
+    # ------------------------------------------------------------------------------------------ functional use
+
+    @overload
+    def unscale(self, tensors: Tensor) -> Tensor: ...
+    @overload
+    def unscale(self, tensors: Nested) -> Nested: ...
+    def unscale(self, tensors: Any) -> Any:
+        """New tensors divided by the scale: a gradient, a loss, a nested tuple, list or dict of them (or of ``None``).
+
+        fp16 and bf16 become fp32. The results carry no autograd history. ``update`` does not hear of them: tell
+        ``adjust``.
+        """
+        structure = _map(tensors, Tensor.detach, "unscale")
+        given = _leaves(structure, "unscale")
+        if not given:
+            return structure
+        for tensor in given:
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                raise ArgumentError(f"unscale() takes floating point tensors; one of these is {tensor.dtype}.")
+        scale = self.scale_on(given[0].device)
+        results = iter(unscale_kernel.unscale(given, inverse(scale), torch.zeros_like(scale))[0])
+        return _map(structure, lambda _: next(results), "unscale")
+
+    def adjust(self, finite: Tensor) -> None:
+        """Adapt the scale to one bool tensor, as ``all_finite(gradients)`` gives it. No host sync."""
+        if not isinstance(finite, Tensor) or finite.numel() != 1:
+            raise ArgumentError("adjust() takes a bool tensor of one element, as all_finite(gradients) gives it.")
+        if not self._numbers.tensors:
+            self._numbers.create(finite.device)
+        scale = self._numbers.tensors["scale"]
+        self._adapt(finite.logical_not().reshape(()).to(scale.device, torch.float32, non_blocking=True))
+
+    def scale_on(self, device: torch.device | str | int) -> Tensor:
+        """The scale on a device: a fp32 tensor of no dimensions that follows every later change. Not to be written."""
+        where = torch.device(device)
+        if not self._numbers.tensors:
+            self._numbers.create(where)
+        scale = self._numbers.tensors["scale"]
+        if scale.device == where:
+            return scale
+        if where not in self._replicas:
+            copy = scale.to(where, copy=True)
+            same = scale if copy.device == scale.device else self._replicas.get(copy.device, copy)  # "cuda" is "cuda:0"
+            self._replicas[where] = self._replicas[copy.device] = same
+        return self._replicas[where]
+
+    # ------------------------------------------------------------------------------------------ values on the host
+
+    def get_scale(self) -> float:
+        """The scale as a float. Waits for the device."""
+        self._look(3)
+        return float(self._numbers.read("scale"))
+
+    @property
+    def diagnosis(self) -> str:
+        """What is wrong, if the scale has been of no help for long; else an empty string. Waits for the device."""
+        count = self._numbers.read("stuck")
+        return self._advice(count) if count >= STUCK_AFTER else ""
+
+    def is_enabled(self) -> bool:
+        """True: these scalers have no off switch."""
+        return True
+
+    def get_growth_factor(self) -> float:
+        """What the scale is multiplied by when it grows."""
+        return 1.0
+
+    def get_backoff_factor(self) -> float:
+        """What the scale is multiplied by when gradients overflowed."""
+        return 1.0
+
+    def get_growth_interval(self) -> int:
+        """How many finite updates in a row make the scale grow."""
+        return 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """All state as plain numbers, which ``torch.amp.GradScaler`` can load too. Waits for the device."""
+        self._look(3)
+        return {
+            "scale": self._numbers.read("scale"),
+            "growth_factor": self.get_growth_factor(),
+            "backoff_factor": self.get_backoff_factor(),
+            "growth_interval": self.get_growth_interval(),
+            "_growth_tracker": self._numbers.read("finite"),
+            "_overflow_tracker": self._numbers.read("overflows"),
+            "_stuck_tracker": self._numbers.read("stuck"),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over the scale of a state, of a scaler here or ``torch.amp.GradScaler``. A wrong one changes nothing."""
+        state = _State(state_dict)
+        self._write(scale=state.take("scale", _fp32), stuck=state.take("_stuck_tracker", _count, 0))
+
+    # ------------------------------------------------------------------------------------------ inside
+
+    def _existing(self, method: str) -> Tensor:
+        """The scale, where it must have been used before."""
+        if not self._numbers.tensors:
+            raise ScalerError(
+                f"{method}() was called before scale(): no loss was scaled yet, so no gradient is either. Call "
+                "scale(loss).backward() first."
+            )
+        return self._numbers.tensors["scale"]
+
+    def _use(self, optimizer: Optimizer) -> _Use:
+        if (use := self._uses.get(id(optimizer))) is None:
+            if not hasattr(optimizer, "param_groups"):
+                raise ArgumentError(f"A torch.optim.Optimizer is needed here, not {type(optimizer).__name__}.")
+            use = self._uses[id(optimizer)] = _Use(optimizer)
+        return use
+
+    def _adapt(self, found: Tensor) -> None:
+        """One update with the flag, which is 0.0 or 1.0 on the scale's device."""
+        scale, stuck = self._numbers.tensors["scale"], self._numbers.tensors["stuck"]
+        stuck.add_(1).mul_(found).mul_(scale <= self._floor)
+        self._rescale(scale, found)
+        self._end_iteration()
+        if scale.device.type == "cpu":
+            self._look(4)
+
+    def _end_iteration(self) -> None:
+        self._uses = {}
+        for replica in self._replicas.values():
+            replica.copy_(self._numbers.tensors["scale"], non_blocking=True)
+
+    def _write(self, **values: float) -> None:
+        """New numbers, in the tensors that are already there."""
+        self._numbers.write(**values)
+        for replica in self._replicas.values():
+            replica.fill_(self._numbers.plain["scale"])
+
+    @property
+    def _floor(self) -> float:
+        return _LARGEST  # a scale that does not fall is always at its floor
+
+    def _rescale(self, scale: Tensor, found: Tensor) -> None:
+        """Change the scale after an update."""
+
+    def _set(self, scale: Tensor, new: float | Tensor) -> None:
+        if not isinstance(new, Tensor):
+            scale.fill_(self._checked(new, "update(new_scale)"))
+            return
+        if new.numel() != 1 or new.requires_grad or new.is_complex():
+            raise ArgumentError("update(new_scale): a tensor must be real, have one element and require no gradient.")
+        value = new.reshape(()).to(scale.device, torch.float32, non_blocking=True)
+        scale.copy_(torch.where(value.isfinite() & (value > 0), value, scale))
+        self._clamp(scale)
+
+    def _checked(self, scale: Any, name: str) -> float:
+        return _fp32(scale, name)
+
+    def _clamp(self, scale: Tensor) -> None:
+        scale.clamp_(_SMALLEST, _LARGEST)
+
+    def _look(self, stacklevel: int) -> None:
+        """Warn once if the scale is of no help. Only where the host may read."""
+        if not self._warned and (advice := self.diagnosis):
+            self._warned = True
+            warnings.warn(advice, AmpWarning, stacklevel)
+
+    def _advice(self, count: int) -> str:
+        return (
+            f"Gradients were not finite in the last {count} updates, at the fixed loss scale "
+            f"{self._numbers.read('scale'):g}; all these steps were left out. Lower the scale or use "
+            f"DynamicLossScaler; if that does not help, {_REMEDY}"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._uses:
+            raise ScalerError(
+                "A scaler can be copied or pickled between iterations only: call update() first. (To save a run, "
+                "state_dict() is enough.)"
+            )
+        return {**self.__dict__, "_replicas": {}}
+
+
+class StaticLossScaler(LossScaler):
+    """A loss scale that stays as it is. Steps with non-finite gradients are left out all the same.
+
+    >>> scaler = StaticLossScaler(128.0)
+    >>> scaler.scale(torch.tensor(2.0))
+    tensor(256.)
+    """
+
+    def __init__(self, scale: float) -> None:
+        super().__init__(_fp32(scale, "scale"))
+
+    def __repr__(self) -> str:
+        return f"StaticLossScaler({self._numbers.read('scale'):g})"
+
+
+class DynamicLossScaler(LossScaler):
+    """A loss scale that grows while gradients are finite and falls when they are not.
+
+    After ``growth_interval`` finite updates in a row it is multiplied by ``growth_factor``; after ``overflow_patience``
+    updates in a row with non-finite gradients (each of these steps is left out) by ``backoff_factor``. It stays
+    between ``min_scale`` and ``max_scale`` (``None``: the largest finite fp32 number) and is never inf, NaN or 0.
+
+    >>> scaler = DynamicLossScaler(init_scale=4.0, growth_interval=1)
+    >>> weight = torch.nn.Parameter(torch.ones(1))
+    >>> optimizer = torch.optim.SGD([weight], lr=0.5)
+    >>> scaler.scale(weight.sum()).backward()
+    >>> weight.grad
+    tensor([4.])
+    >>> scaler.step(optimizer)
+    >>> scaler.update()
+    >>> weight.item(), scaler.get_scale()
+    (0.5, 8.0)
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        overflow_patience: int = 1,
+        min_scale: float = 1.0,
+        max_scale: float | None = None,
+    ) -> None:
+        self._growth_factor = _growth(growth_factor, "growth_factor")
+        self._backoff_factor = _backoff(backoff_factor, "backoff_factor")
+        self._growth_interval = _positive_int(growth_interval, "growth_interval")
+        self._overflow_patience = _positive_int(overflow_patience, "overflow_patience")
+        self._min_scale, self._max_scale = _fp32(min_scale, "min_scale"), _cap(max_scale, "max_scale")
+        super().__init__(self._checked(init_scale, "init_scale"))
+
+    def get_growth_factor(self) -> float:
+        return self._growth_factor
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Change what the scale is multiplied by when it grows."""
+        self._growth_factor = _growth(new_factor, "set_growth_factor")
+
+    def get_backoff_factor(self) -> float:
+        return self._backoff_factor
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Change what the scale is multiplied by when gradients overflowed."""
+        self._backoff_factor = _backoff(new_factor, "set_backoff_factor")
+
+    def get_growth_interval(self) -> int:
+        return self._growth_interval
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Change how many finite updates in a row make the scale grow."""
+        self._growth_interval = _positive_int(new_interval, "set_growth_interval")
+        # torch's update compares by equality: a count beyond the interval would never make the scale grow again
+        self._numbers.plain["finite"] = min(self._numbers.plain["finite"], new_interval - 1)
+        if self._numbers.tensors:
+            self._numbers.tensors["finite"].clamp_(max=new_interval - 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **super().state_dict(),
+            "overflow_patience": self._overflow_patience,
+            "min_scale": self._min_scale,
+            "max_scale": self._max_scale,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a state, of this class or of ``torch.amp.GradScaler``. A wrong one changes nothing.
+
+        What the latter does not know (patience, floor, cap) stays as it is here, and its scale is brought between
+        floor and cap.
+        """
+        state = _State(state_dict)
+        scale = state.take("scale", _fp32)
+        growth, backoff = state.take("growth_factor", _growth), state.take("backoff_factor", _backoff)
+        interval = state.take("growth_interval", _positive_int)
+        patience = state.take("overflow_patience", _positive_int, self._overflow_patience)
+        floor, cap = state.take("min_scale", _fp32, self._min_scale), state.take("max_scale", _cap, self._max_scale)
+        if cap is not None and cap < floor:
+            raise state.wrong(f"min_scale={floor:g} is above max_scale={cap:g}.")
+        finite, overflows = state.take("_growth_tracker", _count), state.take("_overflow_tracker", _count, 0)
+        stuck = state.take("_stuck_tracker", _count, 0)
+
+        self._growth_factor, self._backoff_factor, self._growth_interval = growth, backoff, interval
+        self._overflow_patience, self._min_scale, self._max_scale = patience, floor, cap
+        self._write(
+            scale=min(max(scale, floor), self._ceiling),
+            finite=min(finite, interval - 1),
+            overflows=min(overflows, patience - 1),
+            stuck=stuck,
+        )
+
+    @property
+    def _floor(self) -> float:
+        return self._min_scale
+
+    @property
+    def _ceiling(self) -> float:
+        return _LARGEST if self._max_scale is None else self._max_scale
+
+    def _checked(self, scale: Any, name: str) -> float:
+        value = _fp32(scale, name)
+        if not self._floor <= value <= self._ceiling:
+            raise ArgumentError(
+                f"{name}={scale!r} is not between min_scale={self._floor:g} and max_scale={self._ceiling:g}. Choose "
+                "another one, or make the scaler with other limits."
+            )
+        return value
+
+    def _clamp(self, scale: Tensor) -> None:
+        scale.clamp_(self._floor, self._ceiling)
+
+    def _rescale(self, scale: Tensor, found: Tensor) -> None:
+        finite, overflows = self._numbers.tensors["finite"], self._numbers.tensors["overflows"]
+        too_many = found
+        if self._overflow_patience > 1:
+            overflow = found != 0
+            overflows.add_(1).mul_(overflow)
+            too_many = (overflows >= self._overflow_patience).float()
+            # An overflow that is put up with: torch's update counts from -1 to 0 and leaves the scale alone.
+            finite.masked_fill_(overflow, -1)
+            overflows.masked_fill_(too_many != 0, 0)
+        torch._amp_update_scale_(
+            scale, finite, too_many, self._growth_factor, self._backoff_factor, self._growth_interval
+        )
+        self._clamp(scale)
+
+    def _advice(self, count: int) -> str:
+        return (
+            f"Gradients were not finite in the last {count} updates although the loss scale is at its floor, "
+            f"{self._min_scale:g}; all these steps were left out. The cause is the model, not the scale: {_REMEDY}"
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"DynamicLossScaler({self._numbers.read('scale'):g}, growth_factor={self._growth_factor:g}, "
+            f"backoff_factor={self._backoff_factor:g}, growth_interval={self._growth_interval}, "
+            f"overflow_patience={self._overflow_patience}, min_scale={self._min_scale:g}, max_scale={self._max_scale})"
+        )
+
+
+_REMEDY = (
+    "keep ops in fp32 (black_list= or exclude=), see which went non-finite first (explain_overflow() of "
+    "compile_train_step), lower the learning rate, or check the data."
+)
+
+
+# ------------------------------------------------------------------------------------------ nested values
+
+
+def _map(value: Any, function: Callable[[Tensor], Tensor], method: str) -> Any:
+    """The same structure with each tensor replaced; iterables that are no list, tuple or dict become lists."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: _map(item, function, method) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_map(item, function, method) for item in value))
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes):
+        items = [_map(item, function, method) for item in value]
+        return type(value)(items) if isinstance(value, list | tuple) else items
+    if value is None and method == "unscale":
+        return None
+    raise ArgumentError(
+        f"{method}() takes a tensor, or tuples, lists and dicts of tensors, not {type(value).__name__}: {value!r}."
+    )
+
+
+def _leaves(value: Any, method: str) -> list[Tensor]:
+    leaves: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        leaves.append(tensor)
+        return tensor
+
+    _map(value, keep, method)
+    return leaves
+
+
+# ------------------------------------------------------------------------------------------ numbers
+
+
+def _name(optimizer: Optimizer) -> str:
+    return type(optimizer).__name__
+
+
+def _number(value: Any, name: str, what: str) -> float:
+    number = math.nan
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):  # an int beyond all floats
+            number = float(value)
+    if not math.isfinite(number):
+        raise ArgumentError(f"{name} must be {what}, not {value!r}.")
+    return number
+
+
+def _fp32(value: Any, name: str) -> float:
+    """A scale as fp32 holds it."""
+    what = f"a finite number above 0 that fp32 can hold ({_SMALLEST:.1e} to {_LARGEST:.1e})"
+    number = _number(value, name, what)
+    if not _SMALLEST <= number <= _LARGEST:
+        raise ArgumentError(f"{name} must be {what}, not {value!r}.")
+    rounded: float = struct.unpack("f", struct.pack("f", number))[0]
+    return rounded
+
+
+def _growth(value: Any, name: str) -> float:
+    if (factor := _number(value, name, "a finite number above 1")) <= 1:
+        raise ArgumentError(f"{name} must be above 1, not {value!r}.")
+    return factor
+
+
+def _backoff(value: Any, name: str) -> float:
+    if not 0 < (factor := _number(value, name, "a number between 0 and 1")) < 1:
+        raise ArgumentError(f"{name} must be between 0 and 1, both excluded, not {value!r}.")
+    return factor
+
+
+def _positive_int(value: Any, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+        raise ArgumentError(f"{name} must be an int of at least 1 (and below 2**31), not {value!r}.")
+    return value
+
+
+def _cap(value: Any, name: str) -> float | None:
+    return None if value is None else _fp32(value, name)
+
+
+def _count(value: Any, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+        raise ArgumentError(f"{name} must be a count, not {value!r}.")
+    return value
+
+
+_MISSING: Any = object()
+
+
+class _State:
+    """A state dict that somebody gives us, read with care."""
+
+    def __init__(self, state: Any) -> None:
+        if not isinstance(state, Mapping):
+            raise ArgumentError(f"load_state_dict() takes what state_dict() gave, a dict, not {type(state).__name__}.")
+        if not state:
+            raise ArgumentError(
+                "load_state_dict() got an empty dict, as a disabled torch.amp.GradScaler saves it. Leave the call out "
+                "to start with a fresh scale."
+            )
+        self._state = state
+
+    def take(self, key: str, check: Callable[[Any, str], Any], default: Any = _MISSING) -> Any:
+        value = self._state.get(key, default)
+        if value is _MISSING:
+            raise self.wrong(f"the key {key!r} is missing.")
+        try:
+            return check(value, key)
+        except ArgumentError as error:
+            raise self.wrong(str(error)) from None
+
+    @staticmethod
+    def wrong(what: str) -> ArgumentError:
+        return ArgumentError(
+            f"load_state_dict(): not the state of a loss scaler: {what} Nothing was loaded. Pass what state_dict() of "
+            "a loss scaler or of torch.amp.GradScaler gave, or leave the call out to start with a fresh scale."
+        )

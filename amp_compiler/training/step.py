@@ -1,0 +1,418 @@
+"""``compile_train_step``: forward, loss, backward, loss scaling, clipping and the optimizer in one call."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from .. import pipeline
+from ..arguments import check_request
+from ..backend import Captured, Options, State
+from ..compile import AmpMethod, AmpModule
+from ..errors import ArgumentError, CaptureError
+from ..kernels.all_finite import all_finite
+from ..ops.names import OpLike
+from ..policy import Policy, dtype_name
+from ..report import Report
+from ..scalers import DynamicLossScaler, LossScaler, StaticLossScaler
+from ..update import apply_update
+from . import checkpoint
+from .overflow import Overflow, Probe, explain
+from .pieces import PieceBackend, Pieces
+from .whole import WholeStep
+from .window import Batch, Window, rng_state, set_rng_state
+
+_SCALERS = 'loss_scaler is "dynamic", a DynamicLossScaler, a StaticLossScaler, a number (a fixed scale) or None'
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one call of a training step gives: tensors on the model's device, nothing waits for them.
+
+    ``loss``: of this batch, not scaled. ``skipped``: True if this call was to update the weights and did not, because a
+    gradient was not finite. ``scale``: what the loss was multiplied by. ``grad_norm``: of all gradients of this update
+    so far, unscaled, before clipping.
+    """
+
+    loss: Tensor
+    skipped: Tensor
+    scale: Tensor
+    grad_norm: Tensor
+
+
+def compile_train_step(
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Tensor] | None,
+    optimizer: torch.optim.Optimizer,
+    level: str = "O2",
+    *,
+    dtype: torch.dtype | str | None = None,
+    policy: Policy | None = None,
+    white_list: Iterable[OpLike] = (),
+    black_list: Iterable[OpLike] = (),
+    exclude: Iterable[str | type[nn.Module]] = (),
+    loss_scaler: str | float | LossScaler | None = "dynamic",
+    accumulate_steps: int = 1,
+    max_grad_norm: float | None = None,
+    backend: str = "auto",
+    disable_passes: Iterable[str] = (),
+) -> TrainStep:
+    """Compile a training step: ``step(inputs, targets)`` runs it and updates the model's own parameters.
+
+    ``loss_fn(output, targets)`` gives a scalar; None where the model returns the loss or an object with ``.loss``.
+    ``inputs``: a tensor, a tuple of arguments or a dict of keyword arguments. ``loss_scaler``: "dynamic", a scaler, a
+    number for a fixed scale, or None for no scaling and no check. With ``accumulate_steps=n`` every n-th call updates
+    the weights, by the mean of n batches' gradients. ``max_grad_norm`` clips the unscaled gradients. The other
+    arguments are those of ``amp_compile``.
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> step = compile_train_step(model, nn.functional.cross_entropy, optimizer, level="O2", dtype=torch.bfloat16)
+    >>> result = step(torch.ones(3, 4), torch.tensor([0, 1, 1]))
+    >>> bool(result.skipped), float(result.scale)
+    (False, 65536.0)
+    """
+    if isinstance(model, (AmpModule, AmpMethod)):
+        raise ArgumentError("This module is amp_compile'd already: give model.original to compile_train_step.")
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"compile_train_step takes a torch.nn.Module, not {type(model).__name__}.")
+    if loss_fn is not None and not callable(loss_fn):
+        raise ArgumentError(f"loss_fn must be a function of (output, targets) or None, not {loss_fn!r}.")
+    _check_optimizer(optimizer, model)
+    if isinstance(accumulate_steps, bool) or not isinstance(accumulate_steps, int) or accumulate_steps < 1:
+        raise ArgumentError(f"accumulate_steps must be a whole number of at least 1, not {accumulate_steps!r}.")
+    if max_grad_norm is not None and (
+        isinstance(max_grad_norm, bool) or not isinstance(max_grad_norm, (int, float)) or not max_grad_norm > 0
+    ):
+        raise ArgumentError(f"max_grad_norm must be a positive number or None, not {max_grad_norm!r}.")
+    asked = check_request(level, dtype, policy, white_list, black_list, exclude, backend, disable_passes)
+    chosen = asked.policy_for(model)
+    # between the pieces of a model that breaks the graph, autocast's own numerics leave low values low
+    options = Options(chosen, backend, chosen.autocast_device is None, disable_passes=asked.disable_passes)
+    scaler = None if "scale_loss" in asked.disable_passes else _scaler(loss_scaler)
+    return TrainStep(model, loss_fn, optimizer, options, scaler, accumulate_steps, max_grad_norm)
+
+
+def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ArgumentError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}.")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ArgumentError(
+            f"{type(optimizer).__name__} evaluates the model several times an update through a closure, which "
+            "a compiled step with loss scaling cannot do: keep your own loop with amp_compile, in bfloat16, for it."
+        )
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not any(id(p) in held for p in model.parameters()):
+        raise ArgumentError(
+            "The optimizer holds none of the model's parameters: make it from model.parameters(), after the model has "
+            "its device and dtype."
+        )
+
+
+def _scaler(asked: Any) -> LossScaler | None:
+    if asked is None or isinstance(asked, LossScaler):
+        return asked
+    if isinstance(asked, str):
+        if asked == "dynamic":
+            return DynamicLossScaler()
+        raise ArgumentError(f"Unknown loss_scaler {asked!r}: {_SCALERS}.")
+    if isinstance(asked, (int, float)) and not isinstance(asked, bool):
+        return StaticLossScaler(float(asked))
+    if isinstance(asked, torch.amp.GradScaler):
+        raise ArgumentError(
+            "A torch.amp.GradScaler cannot be part of a graph: give DynamicLossScaler(), after load_state_dict("
+            "grad_scaler.state_dict()) on it to go on from there."
+        )
+    raise ArgumentError(f"{_SCALERS}, not {type(asked).__name__}.")
+
+
+class TrainStep:
+    """A compiled training step; call it with a batch. Made by ``compile_train_step``.
+
+    The model's own parameters are trained, and their ``.grad`` holds the unscaled gradients of the last update until
+    the next one begins. ``graphs``, ``joint_graphs``, ``history`` and ``report()`` show what runs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[[Any, Any], Tensor] | None,
+        optimizer: torch.optim.Optimizer,
+        options: Options,
+        scaler: LossScaler | None,
+        accumulate_steps: int,
+        max_grad_norm: float | None,
+    ) -> None:
+        self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
+        self.scaler, self.accumulate_steps, self.max_grad_norm = scaler, accumulate_steps, max_grad_norm
+        self._options, self._state, self._probe = options, State(), Probe()
+        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._window = Window(accumulate_steps, self._device)
+        self._whole: Captured | None = None
+        self._pieces: Pieces | None = None
+        self._one = torch.ones((), device=self._device)
+        self._false = torch.zeros((), dtype=torch.bool, device=self._device)
+
+    # ------------------------------------------------------------------------------------------- calling
+
+    def __call__(self, inputs: Any, targets: Any = None) -> StepResult:
+        args, kwargs = _call_arguments(inputs)
+        window, parameters = self._window, self._parameters()
+        if torch.is_inference_mode_enabled():
+            raise ArgumentError("A training step was called under torch.inference_mode(): take it out of that region.")
+        if window.done == 0:
+            window.begin(None if self.scaler is None else self.scaler.scale_on(self._device).clone(), parameters)
+        batch = Batch(args, kwargs, targets, rng_state(self._device))
+        with torch.enable_grad():
+            loss = self._run(args, kwargs, targets, parameters)
+        batch.found = window.found
+        window.batches.append(batch)
+        window.done += 1
+        if window.done < window.size:
+            return self._result(loss, self._norm(parameters), updated=False)
+        return self._update(loss, parameters)
+
+    def flush(self) -> StepResult | None:
+        """Update the weights from the batches that are waiting, fewer than ``accumulate_steps``, as at the end of an
+        epoch: by the mean over those there are. None if none are waiting."""
+        window, parameters = self._window, self._parameters()
+        if window.done == 0:
+            return None
+        with torch.no_grad():
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            torch._foreach_mul_(gradients, window.size / window.done)
+        return self._update(torch.full_like(self._one, float("nan")), parameters)
+
+    def _run(self, args: tuple[Any, ...], kwargs: Any, targets: Any, parameters: Sequence[Tensor]) -> Tensor:
+        if self._pieces is None:
+            reason = _needs_autograd(self.model, parameters)
+            if reason is None:
+                if self._whole is None:
+                    self._whole = self._capture_whole()
+                try:
+                    loss: Tensor = self._whole(args, kwargs, targets)
+                    return loss
+                except CaptureError as error:
+                    self._whole = None
+                    reason = _reason(error)
+            return self._start_pieces(reason, args, kwargs, targets, parameters)
+        return self._pieces(args, kwargs, targets, parameters)
+
+    def _capture_whole(self) -> Captured:
+        options = dataclasses.replace(self._options, fullgraph=True)
+        backend = WholeStep(self.model, options, self._state, self._window, self._probe)
+        return Captured(self._function(mark=True), self.model, options, self._state, backend)
+
+    def _start_pieces(
+        self, reason: str, args: tuple[Any, ...], kwargs: Any, targets: Any, parameters: Sequence[Tensor]
+    ) -> Tensor:
+        """The model is not one graph; if the pieces run, it stays so."""
+        state = State()
+        backend = PieceBackend(self.model, self._options, state, self._probe)
+        captured = Captured(self._function(mark=False), self.model, self._options, state, backend)
+        pieces = Pieces(captured, self.model, self._window)
+        loss = pieces(args, kwargs, targets, parameters)
+        self._pieces, self._state = pieces, state
+        state.leave(
+            "the training step is not one graph, so it runs in pieces, with backward() and loss scaling outside of "
+            f"them: {reason}"
+        )
+        return loss
+
+    def _function(self, *, mark: bool) -> Callable[..., Any]:
+        """What is captured: the loss of one batch."""
+        model, loss_fn = self.model, self.loss_fn
+
+        def loss_of(args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> Any:
+            output = model(*args, **kwargs)
+            if loss_fn is not None:
+                loss = loss_fn(output, targets)
+            elif isinstance(output, torch.Tensor):
+                loss = output
+            elif isinstance(output, dict) and "loss" in output:
+                loss = output["loss"]
+            else:
+                loss = getattr(output, "loss", output)
+            return torch.ops.amp.loss(loss) if mark and isinstance(loss, torch.Tensor) else loss
+
+        return loss_of
+
+    def _update(self, loss: Tensor, parameters: Sequence[Tensor]) -> StepResult:
+        window = self._window
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = self._norm(parameters)
+        if self.max_grad_norm is not None and gradients:
+            with torch.no_grad():
+                factor = torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0)
+                torch._foreach_mul_([x for x in gradients if x.layout is torch.strided], factor)
+                for sparse in (x for x in gradients if x.layout is not torch.strided):
+                    sparse.mul_(factor)
+        result = self._result(loss, norm, updated=True)
+        if window.found is None:
+            self.optimizer.step()
+        else:
+            apply_update(self.optimizer, window.found)
+            assert self.scaler is not None
+            self.scaler.adjust(torch.logical_not(result.skipped))
+        window.done = 0
+        return result
+
+    def _result(self, loss: Tensor, norm: Tensor, *, updated: bool) -> StepResult:
+        window = self._window
+        skipped = window.found.ne(0).view(()) if updated and window.found is not None else self._false
+        scale = self._one if window.scale is None else window.scale
+        return StepResult(loss.detach(), skipped, scale, norm)
+
+    def _norm(self, parameters: Sequence[Tensor]) -> Tensor:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if not gradients:
+            return torch.zeros_like(self._one)
+        with torch.no_grad():
+            dense = [x if x.layout is torch.strided else x.coalesce().values() for x in gradients]
+            norms = [n.to(self._device, torch.float32) for n in torch._foreach_norm(dense)]
+            total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+            return total
+
+    def _parameters(self) -> list[Tensor]:
+        found: dict[int, Tensor] = {id(p): p for p in self.model.parameters() if p.requires_grad}
+        for group in self.optimizer.param_groups:
+            found.update((id(p), p) for p in group["params"])
+        return list(found.values())
+
+    # ------------------------------------------------------------------------------------------- looking
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in force."""
+        return self._options.policy
+
+    @property
+    def graphs(self) -> list[fx.GraphModule]:
+        """The rewritten forward graphs, one for each capture."""
+        return [piece.graph for piece in self._state.pieces]
+
+    @property
+    def joint_graphs(self) -> list[fx.GraphModule]:
+        """Forward, backward and loss scaling as they run, one for each capture; none where the model is in pieces."""
+        return [piece.joint for piece in self._state.pieces if piece.joint is not None]
+
+    @property
+    def history(self) -> list[pipeline.Record]:
+        """Every stage of every graph: name, seconds, modified, text; the joint graph's too."""
+        return list(self._state.history)
+
+    def report(self, graph: int | None = None) -> Report:
+        """Every op of the forward with its precision and why; casts are those of forward and backward."""
+        return self._state.report(self.policy, graph)
+
+    def explain_overflow(self) -> Overflow:
+        """After a skipped update: run the batch that failed once more, with checks, and name the first op, module and
+        source line that gave inf or NaN, forward or backward, and the parameters hit. Nothing of the run is changed."""
+        window = self._window
+        failed = next((i for i, b in enumerate(window.batches) if b.found is not None and bool(b.found)), None)
+        if failed is None:
+            return Overflow(_nothing(window, self.scaler))
+        batch = window.batches[failed]
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        parameters = [p for p in self._parameters() if p.requires_grad]
+        assert window.scale is not None
+        scale = float(window.scale)
+        _, plain, _ = self._look(batch, parameters, 1.0)
+        loss, gradients, seen = self._look(batch, parameters, scale)
+        hit = [names.get(id(p), "?") for p, ok in zip(parameters, gradients, strict=True) if not ok]
+        return explain(seen, loss, hit, batch=failed, batches=window.size, scale=scale, finite_unscaled=all(plain))
+
+    def _look(self, batch: Batch, parameters: Sequence[Tensor], scale: float) -> tuple[Tensor, list[bool], Probe]:
+        """Run a batch with checks: the loss, which parameters' gradients are finite, and what was seen."""
+        probe, run = self._probe, self._whole if self._pieces is None else self._pieces.captured
+        assert run is not None
+        probe.begin()
+        try:
+            with _undisturbed(self.model, self._device), torch.enable_grad():
+                set_rng_state(batch.rng, self._device)
+                loss = run(batch.args, batch.kwargs, batch.targets)
+                scaled = loss * (scale / self._window.size)
+                gradients = torch.autograd.grad(scaled, parameters, allow_unused=True)
+        finally:
+            seen = probe.end()
+        return loss.detach(), [x is None or bool(all_finite(x)) for x in gradients], seen
+
+    # ------------------------------------------------------------------------------------- checkpointing
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a run needs to go on bit for bit: model, optimizer, scaler, the batches that are waiting, and the
+        random generators. Save it by ``torch.save``; your data loader and scheduler have their own."""
+        return checkpoint.collect(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a ``state_dict()``. If something in it does not fit, an error says what; nothing is changed."""
+        checkpoint.restore(self, state)
+
+    def __repr__(self) -> str:
+        scaler = "no loss scaling" if self.scaler is None else type(self.scaler).__name__
+        return (
+            f"TrainStep(level={self.policy.level!r}, dtype={dtype_name(self.policy.low)}, {scaler}, "
+            f"{type(self.optimizer).__name__}, accumulate_steps={self.accumulate_steps})"
+        )
+
+
+def _call_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Mapping):
+        if not all(isinstance(key, str) for key in inputs):
+            raise ArgumentError("inputs as a dict are the model's keyword arguments: its keys must be names.")
+        return (), dict(inputs)
+    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
+
+
+def _needs_autograd(model: nn.Module, parameters: Sequence[Tensor]) -> str | None:
+    """Why gradients must come from autograd itself, parameter by parameter: something waits for them there."""
+    if any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters):
+        return "a parameter has a gradient hook, which only autograd calls"
+    for module in model.modules():
+        if type(module).__module__.startswith(("torch.nn.parallel", "torch.distributed")):
+            return f"{type(module).__name__} exchanges gradients while autograd runs"
+    return None
+
+
+def _reason(error: Exception) -> str:
+    cause = error.__cause__ or error
+    lines = [line.strip() for line in str(cause).strip().splitlines() if line.strip()]
+    return lines[0] if lines else type(cause).__name__
+
+
+def _nothing(window: Window, scaler: LossScaler | None) -> str:
+    if scaler is None:
+        return "There is no loss scaler, so no gradient is checked: compile the step with loss_scaler='dynamic'."
+    if not window.batches:
+        return "No batch is there to look at: call explain_overflow() right after the step that was skipped."
+    return "The last update was not skipped: all its gradients are finite."
+
+
+@contextlib.contextmanager
+def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Random generators and the model's buffers are afterwards as they were."""
+    states = rng_state(device)
+    held = [
+        (m, dict(m._buffers), {k: v for k, v in m.__dict__.items() if isinstance(v, Tensor)}) for m in model.modules()
+    ]
+    values = [
+        (b, b.detach().clone()) for _, buffers, own in held for b in (*buffers.values(), *own.values()) if b is not None
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in values:
+                tensor.copy_(value)
+        for module, buffers, own in held:
+            module._buffers.update(buffers)
+            module.__dict__.update(own)
+        set_rng_state(states, device)

@@ -1,0 +1,195 @@
+"""A training step as one graph: model, loss, backward, loss scaling and the choice between old and new state.
+
+Dynamo captures ``loss(model(inputs), targets)`` and guards it; the backend makes the joint graph and gives Dynamo a
+callable that runs all of it at once. Dynamo gets the loss back; the gradients go into the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .. import graph as g
+from .. import pipeline
+from ..backend import Backend, Options, Piece, State, resolve_backend
+from ..errors import ArgumentError, CaptureError
+from ..passes.base import Context
+from ..report import cast_totals, graph_rows
+from .overflow import Probe
+from .window import Window
+
+#: where the arguments of a step's captured function come from, as Dynamo writes it: all else is the model's own
+_GIVEN = ("L['args']", "L['kwargs']", "L['targets']")
+
+
+class WholeStep(Backend):
+    """Makes one callable of each graph that Dynamo captures: it runs forward and backward and fills the window."""
+
+    def __init__(self, target: Any, options: Options, state: State, window: Window, probe: Probe) -> None:
+        super().__init__(target, options, state)
+        self.window, self.probe = window, probe
+
+    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        from ..capture.lower import why_not
+
+        refused = why_not(gm)
+        if refused is not None:
+            raise CaptureError(refused)
+        return self.run(self.rewrite(gm, example_inputs), example_inputs)
+
+    def run(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        from ..capture.autodiff import joint_graph
+        from ..capture.dynamo import input_sources
+
+        loss = graph.meta.get(g.LOSS)
+        if loss is None:
+            raise CaptureError("no tensor was returned as the loss")
+        check_loss(_output(graph, loss))
+        sources = input_sources(graph)
+        own = {i for i, source in enumerate(sources) if not source.startswith(_GIVEN)}
+        forward = _copy(graph)
+        joint = joint_graph(forward, example_inputs, own)
+        places = [n for n in graph.graph.nodes if n.op == "placeholder"]
+        for node in joint.graph.nodes:
+            if node.op == "placeholder" and node.meta[g.ROLE].kind == "primal":
+                node._rename(places[node.meta[g.ROLE].index].name)
+        joint.meta[g.PARAMETER] = {i for i, n in enumerate(places) if n.meta.get(g.PARAMETER)}
+
+        backend = resolve_backend(self.options.backend, example_inputs)
+        off = list(self.options.disable_passes)
+        if self.window.scale is None:
+            off.append("scale_loss")
+        if self.window.size == 1:
+            off.append("hoist_weight_casts")
+        steps = pipeline.build(off, backend)
+        ctx = Context(self.options.policy, self.options.keep_output_dtypes)
+        steps.step.run(joint, ctx, self.state.history, graph="joint")
+        weights = joint.meta.get(g.WEIGHTS)
+        if weights is not None:
+            steps.weights.run(weights, ctx, self.state.history, graph="weights")
+        self.state.pieces.append(Piece(graph, graph_rows(graph, len(self.state.pieces)), cast_totals(joint), joint))
+        run = StepGraph(joint, weights, sources, self.window)
+
+        def call(*args: Any) -> Any:
+            return self.probe.run(graph, args) if self.probe.looking else run(args)
+
+        return call
+
+
+def check_loss(loss: Any) -> None:
+    """A loss must be one number."""
+    if not isinstance(loss, torch.Tensor):
+        raise ArgumentError(
+            f"The loss must be a scalar tensor, and it is a {type(loss).__name__}: give a loss_fn(output, targets), "
+            "or a model that returns the loss or an object with .loss."
+        )
+    if loss.numel() != 1:
+        raise ArgumentError(
+            f"The loss must be a scalar, and it has the shape {list(loss.shape)}: take its mean or sum in loss_fn."
+        )
+
+
+def _output(graph: fx.GraphModule, index: int) -> Any:
+    last = next(iter(reversed(graph.graph.nodes)))
+    node = torch.utils._pytree.tree_leaves(last.args[0])[index]
+    return g.tensor_of(node) if isinstance(node, fx.Node) else node
+
+
+def _copy(graph: fx.GraphModule) -> fx.GraphModule:
+    """The same graph once more, for AOTAutograd's own changes (the outputs are detached there)."""
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph.graph, {}))
+    twin = fx.GraphModule(graph, copy)
+    twin.meta.update(graph.meta)
+    return twin
+
+
+class StepGraph:
+    """Runs a joint graph: gathers what its inputs' roles ask for, hands its outputs on by theirs."""
+
+    def __init__(
+        self, joint: fx.GraphModule, weights: fx.GraphModule | None, sources: Sequence[str], window: Window
+    ) -> None:
+        self.joint, self.sources, self.window = joint, sources, window
+        self.inputs: list[g.Role] = [n.meta[g.ROLE] for n in joint.graph.nodes if n.op == "placeholder"]
+        self.outputs: tuple[g.Role, ...] = joint.meta[g.ROLE]
+        self.restored = [index for _, index in joint.meta[g.RESTORED]]
+        (tangent,) = [n for n in joint.graph.nodes if n.op == "placeholder" and n.meta[g.ROLE].kind == "tangent"]
+        value = g.tensor_of(tangent)
+        assert value is not None
+        self.tangent = torch.full(tuple(value.shape), 1 / window.size, dtype=value.dtype, device=value.device)
+        self.constants = {r.name: getattr(joint, r.name) for r in self.inputs if r.kind == "constant"}
+        self.low = None if weights is None else LowCopies(weights, [r.index for r in self.inputs if r.kind == "low"])
+        self.forward: Callable[..., Any] = joint.forward
+
+    def __call__(self, args: Sequence[Any]) -> list[Any]:
+        window = self.window
+        with torch.no_grad(), torch._C._DisableAutocast():
+            low = iter(self.low.of(args, window.number) if self.low is not None else ())
+            values = [self._value(role, args, low) for role in self.inputs]
+            results = self.forward(*values)
+            if window.size > 1 and window.done == 0:
+                for index in self.restored:
+                    window.saved[self.sources[index]] = args[index].clone()
+            return self._hand_on(args, results)
+
+    def _value(self, role: g.Role, args: Sequence[Any], low: Any) -> Any:
+        kind = role.kind
+        if kind == "primal":
+            return args[role.index]
+        if kind == "low":
+            return next(low)
+        if kind == "tangent":
+            return self.tangent
+        if kind == "scale":
+            return self.window.scale
+        if kind == "found":
+            return self.window.found
+        if kind == "saved":
+            return self.window.saved.get(self.sources[role.index], args[role.index])
+        return self.constants[role.name]
+
+    def _hand_on(self, args: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+        outputs: list[Any] = []
+        written: list[Tensor] = []
+        values: list[Tensor] = []
+        parameters: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for role, result in zip(self.outputs, results, strict=True):
+            if role.kind == "gradient":
+                parameters.append(args[role.index])
+                gradients.append(result)
+            elif role.kind == "output":
+                outputs.append(result)
+            elif role.kind == "mutation":
+                written.append(args[role.index])
+                values.append(result)
+            else:
+                self.window.found = result
+        if written:
+            torch._foreach_copy_(written, values)
+        self.window.add(parameters, gradients)
+        return outputs
+
+
+class LowCopies:
+    """The low copies of the weights, made once an update; a weight that was changed since is noticed."""
+
+    def __init__(self, weights: fx.GraphModule, indices: Sequence[int]) -> None:
+        self.make, self.indices = weights.forward, indices
+        self.made_for: tuple[Any, ...] = ()
+        self.copies: Sequence[Tensor] = ()
+
+    def of(self, args: Sequence[Any], number: int) -> Sequence[Tensor]:
+        sources = [args[index] for index in self.indices]
+        now = (number, [(s._version, s.data_ptr()) for s in sources])
+        if now != self.made_for:
+            self.copies = self.make(*sources)
+            self.made_for = now
+        return self.copies
+
+    def drop(self) -> None:
+        self.made_for, self.copies = (), ()

@@ -1,0 +1,52 @@
+"""hoist_weight_casts: weights are cast to low once an update, not once a micro-batch.
+
+``w_low = cast(w)``  →  ``w_low`` is an input of the graph; a second graph, run once an update, makes it from ``w``
+
+Only where micro-batches are accumulated: there a weight keeps its value from one to the next. With one batch an update
+there is nothing to gain, and the low copy would live longer than the step.
+
+Requires: folded, step, accumulating. Ensures: hoisted. A second run changes nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from amp_compiler import graph as g
+
+from .base import Context, Dialect, Pass
+
+
+def run(gm: fx.GraphModule, ctx: Context) -> bool:
+    graph = gm.graph
+    frozen = g.written_nodes(graph) | g.output_nodes(graph)
+    parameters: set[int] = gm.meta[g.PARAMETER]
+    casts = [
+        n for n in graph.nodes
+        if g.is_float_cast(n) and n not in frozen and g.cast_source(n).op == "placeholder"
+        and g.cast_source(n).meta[g.ROLE].kind == "primal" and g.cast_source(n).meta[g.ROLE].index in parameters
+    ]  # fmt: skip
+    if not casts:
+        return False
+    makers, made = fx.Graph(), []
+    for cast in casts:
+        source = g.cast_source(cast)
+        with graph.inserting_before(source):  # torch's partitioners know an input of the forward by its name
+            low = graph.placeholder(f"primals_low_{source.name}")
+        low.meta.update({**cast.meta, g.ROLE: g.Role("low", source.meta[g.ROLE].index)})
+        place = makers.placeholder(source.name)
+        place.meta.update(source.meta)
+        made.append(makers.call_function(torch.ops.aten._to_copy.default, (place,), {"dtype": g.cast_dtype(cast)}))
+        made[-1].meta.update(cast.meta)
+        cast.replace_all_uses_with(low)
+        graph.erase_node(cast)
+    makers.output(tuple(made))
+    gm.meta[g.WEIGHTS] = fx.GraphModule(torch.nn.Module(), makers)
+    gm.recompile()
+    return True
+
+
+PASS = Pass(
+    "hoist_weight_casts", Dialect.FUNCTIONAL, requires=("folded", "step", "accumulating"), ensures=("hoisted",), run=run
+)

@@ -1,0 +1,105 @@
+"""scale_loss: the loss's gradient times the scale, every gradient back to fp32 and unscaled, one look for inf and NaN.
+
+1. ``backward(tangent)``            →  ``backward(tangent * scale)``
+2. ``gradient_i = cast(g_i, f32)``  →  ``gradients, found = amp.unscale([g_1, g_2, …], 1 / scale, found)``: one op for
+   all of them, which reads each gradient in the dtype that it was computed in
+3. a gradient of a parameter that is itself low is cast back to the parameter's dtype
+4. ``new = batch_norm statistics``  →  ``where(found, saved, new)``: a skipped update leaves the model's state as it was
+   before the update (``saved`` differs from the input only when micro-batches are accumulated)
+
+``found`` goes in too: 1 if an earlier micro-batch of the same update was not finite.
+
+Requires: functional, step (a joint graph whose inputs and outputs carry roles). Ensures: scaled.
+A second run changes nothing.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from amp_compiler import graph as g
+from amp_compiler.kernels import unscale as _defines_amp_unscale  # noqa: F401
+
+from .base import Context, Dialect, Pass
+
+aten = torch.ops.aten
+
+
+def run(gm: fx.GraphModule, ctx: Context) -> bool:
+    roles: tuple[g.Role, ...] = gm.meta[g.ROLE]
+    if any(role.kind == "found" for role in roles):
+        return False
+    graph, mode = gm.graph, g.fake_mode(gm.graph)
+    inputs = {n.meta[g.ROLE]: n for n in graph.nodes if n.op == "placeholder"}
+    (tangent,) = [n for role, n in inputs.items() if role.kind == "tangent"]
+    of_loss = _value(tangent)
+    with mode:
+        one = torch.empty((), dtype=torch.float32, device=of_loss.device)
+        flag = torch.empty(1, dtype=torch.float32, device=of_loss.device)
+    scale = _add_input(graph, "scale", g.Role("scale"), one)
+    found = _add_input(graph, "found", g.Role("found"), flag)
+
+    def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return g.call(graph, mode, target, args, kwargs)
+
+    def cast(node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        return node if _value(node).dtype == dtype else call(aten._to_copy.default, node, dtype=dtype)
+
+    users = list(tangent.users)
+    with graph.inserting_before(min(users)):
+        scaled = cast(call(aten.mul.Tensor, tangent, scale), of_loss.dtype)
+    for user in users:
+        user.replace_input_with(tangent, scaled)
+
+    last = next(iter(reversed(graph.nodes)))
+    results: list[Any] = list(last.args[0])
+    places = [i for i, role in enumerate(roles) if role.kind == "gradient"]
+    with graph.inserting_before(last):
+        inverse = call(aten.reciprocal.default, scale)
+        unscaled = call(torch.ops.amp.unscale.default, [_computed(results[i]) for i in places], inverse, found)
+        gradients = call(operator.getitem, unscaled, 0)
+        for number, place in enumerate(places):
+            primal = inputs[g.Role("primal", roles[place].index)]
+            results[place] = cast(call(operator.getitem, gradients, number), _value(primal).dtype)
+            results[place]._rename(f"grad_{primal.name}")
+        found_now = call(operator.getitem, unscaled, 1)
+        if gm.meta[g.RESTORED]:
+            skipped = call(aten.view.default, call(aten.ne.Scalar, found_now, 0), [])
+        for role, index in gm.meta[g.RESTORED]:
+            primal, place = inputs[g.Role("primal", index)], roles.index(role)
+            saved = _add_input(graph, f"saved_{primal.name}", g.Role("saved", index), _value(primal))
+            results[place] = call(aten.where.self, skipped, saved, results[place])
+    last.args = ((*results, found_now),)
+    gm.meta[g.ROLE] = (*roles, g.Role("found"))
+    graph.eliminate_dead_code()
+    gm.recompile()
+    return True
+
+
+def _value(node: fx.Node) -> torch.Tensor:
+    value = g.tensor_of(node)
+    assert value is not None
+    return value
+
+
+def _computed(gradient: fx.Node) -> fx.Node:
+    """The gradient in the dtype that it was computed in: ``amp::unscale`` widens what it reads."""
+    widened = g.is_float_cast(gradient) and _value(gradient).dtype == torch.float32
+    return g.cast_source(gradient) if widened and _value(g.cast_source(gradient)).dtype in g.LOW_DTYPES else gradient
+
+
+def _add_input(graph: fx.Graph, name: str, role: g.Role, value: torch.Tensor) -> fx.Node:
+    """A new last input. The name begins as torch's partitioners know the inputs of a backward."""
+    last = [n for n in graph.nodes if n.op == "placeholder"][-1]
+    with graph.inserting_after(last):
+        node = graph.placeholder(f"tangents_{name}")
+    node._rename(name)
+    node.meta.update({"val": value, g.ROLE: role})
+    return node
+
+
+PASS = Pass("scale_loss", Dialect.FUNCTIONAL, requires=("functional", "step"), ensures=("scaled",), run=run)
