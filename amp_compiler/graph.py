@@ -42,7 +42,7 @@ CLOSED = "amp_closed"  # gm.meta key: a body that no pass may look into
 OUTPUT_DTYPES = "amp_output_dtypes"  # gm.meta key: what the model's outputs are, where tracing lost it
 LOSS = "amp_loss"  # gm.meta key: the output that is the loss, in the graph of a training step
 ROLE = "amp_role"  # node.meta key of the Role of an input of a joint graph; gm.meta key: those of its outputs
-RESTORED = "amp_restored"  # gm.meta key: (Role of an output, input) of what a skipped update must leave as it was
+RESTORED = "amp_restored"  # gm.meta key: the Roles of outputs that a skipped update must leave as they were
 WEIGHTS = "amp_weights"  # gm.meta key: the graph that makes the low copies of weights, once an update
 ORIGIN = "amp_origin"  # node.meta key of the Origin (see passes/mark_dtype_origin.py)
 

@@ -21,21 +21,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .errors import AmpError, AmpWarning, ArgumentError
+from .errors import AmpWarning, ArgumentError, ScalerError
 from .kernels import all_finite as finite_kernel
 from .kernels import unscale as unscale_kernel
 from .update import apply_update, gradients, inverse, takes_found_inf
 
 STUCK_AFTER = 20  # updates in a row with non-finite gradients while the scale cannot fall, before a warning
 
-_SMALLEST = torch.finfo(torch.float32).tiny  # below it 1 / scale is not finite in fp32
+_SMALLEST = torch.finfo(torch.float32).tiny  # the smallest normal number; 1 / scale is inf not far below it
 _LARGEST = torch.finfo(torch.float32).max
 
 Nested = TypeVar("Nested")
-
-
-class ScalerError(AmpError, RuntimeError):
-    """A scaler's methods were called in an order that would give wrong gradients; the message says the right one."""
 
 
 def all_finite(tensors: Tensor | Iterable[Tensor | None]) -> Tensor:

@@ -107,7 +107,8 @@ def _start_momentum(optimizer: Optimizer) -> bool:
         if group["momentum"] == 0:
             continue
         for p in group["params"]:
-            if p.grad is None or optimizer.state[p].get("momentum_buffer") is not None:
+            started = optimizer.state.get(p, {}).get("momentum_buffer") is not None
+            if started or p.grad is None:
                 continue
             if group["dampening"] == 0:
                 optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)

@@ -282,6 +282,7 @@ CHECKS: Mapping[str, Callable[[fx.GraphModule, Any, str], None]] = {
     "cast": _cast,
     "functional": _functional,
     "eager": _eager,
+    "accumulating": _eager,
     "step": _step,
     "scaled": _scaled,
     "hoisted": _hoisted,

@@ -1,4 +1,4 @@
-"""Custom ops under the ``amp::`` namespace, one file a kernel. They come with their own issue.
+"""Custom ops under the ``amp::`` namespace, one file a kernel.
 
 Each file holds a pure-torch reference that defines the op's meaning, its fake implementation and
 its launchers. A kernel imports torch and triton only, never another room of this project, and

@@ -7,11 +7,10 @@
 How the check is done, and why (torch 2.13, one core, 1M fp32 values: ``isfinite().all()`` 2500 µs, infinity norm
 3100 µs, ``aminmax`` 230 µs, 2-norm 150 µs):
 
-- On a CPU the 2-norm of each tensor goes first. If it is finite so is all that went into it. If it is not, some value
-  may merely be large (over 1.8e19), and ``aminmax`` gives the exact answer. fp16 starts with ``aminmax``: its 2-norm
-  is slow there.
-- Elsewhere the infinity norms of all tensors, one launch, are exact at once. A CPU answers before it returns anyway,
-  so only there may the code look at a value.
+- On a CPU the 2-norm of each tensor goes first. If it is finite, so is all that went into it. If not, values may
+  merely be large (over 1.8e19 in fp32), and ``aminmax`` gives the exact answer. fp16 starts with ``aminmax``: its
+  2-norm is slow there. A CPU has the answer before it returns anyway, so code may look at it.
+- Elsewhere the infinity norms of all tensors, one launch, are exact, and nothing is read.
 """
 
 from __future__ import annotations

@@ -29,14 +29,17 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
     ]  # fmt: skip
     if not casts:
         return False
-    makers, made = fx.Graph(), []
+    makers = fx.Graph()
+    made: list[fx.Node] = []
     for cast in casts:
         source = g.cast_source(cast)
         with graph.inserting_before(source):  # torch's partitioners know an input of the forward by its name
-            low = graph.placeholder(f"primals_low_{source.name}")
+            low = graph.placeholder(f"primals_low_{source.name}_{len(made)}")
+        low._rename(f"low_{source.name}")
         low.meta.update({**cast.meta, g.ROLE: g.Role("low", source.meta[g.ROLE].index)})
-        place = makers.placeholder(source.name)
+        place = makers.placeholder(f"{source.name}_{len(made)}")
         place.meta.update(source.meta)
+        place._rename(source.name)
         made.append(makers.call_function(torch.ops.aten._to_copy.default, (place,), {"dtype": g.cast_dtype(cast)}))
         made[-1].meta.update(cast.meta)
         cast.replace_all_uses_with(low)

@@ -69,9 +69,9 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
         found_now = call(operator.getitem, unscaled, 1)
         if gm.meta[g.RESTORED]:
             skipped = call(aten.view.default, call(aten.ne.Scalar, found_now, 0), [])
-        for role, index in gm.meta[g.RESTORED]:
-            primal, place = inputs[g.Role("primal", index)], roles.index(role)
-            saved = _add_input(graph, f"saved_{primal.name}", g.Role("saved", index), _value(primal))
+        for role in gm.meta[g.RESTORED]:
+            primal, place = inputs[g.Role("primal", role.index)], roles.index(role)
+            saved = _add_input(graph, f"saved_{primal.name}", g.Role("saved", role.index), _value(primal))
             results[place] = call(aten.where.self, skipped, saved, results[place])
     last.args = ((*results, found_now),)
     gm.meta[g.ROLE] = (*roles, g.Role("found"))

@@ -7,12 +7,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import operator
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.fx.traceback
 from torch import fx, nn
@@ -26,6 +28,7 @@ from amp_compiler.capture.export import capture_export
 from amp_compiler.capture.lower import annotate_origin
 from amp_compiler.passes import assign_precision, insert_casts, mark_dtype_origin, normalize
 from amp_compiler.passes.base import Context, Pass
+from amp_compiler.profile import CastCount, count_casts
 from amp_compiler.report import Row, graph_rows
 from amp_compiler.scopes import marked_modules, modules_of
 from amp_compiler.verify import verify
@@ -103,6 +106,20 @@ def joint(fn: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> fx.GraphMod
         return out, [x for x in grads if x is not None]
 
     return make_fx(both, tracing_mode="fake")(*inputs)
+
+
+def step_graph(fn: Callable[..., Any], *inputs: torch.Tensor, state: Sequence[int] = ()) -> fx.GraphModule:
+    """The joint graph of a training step: ``fn`` gives the loss first; inputs that need a gradient are parameters."""
+    from amp_compiler.capture.autodiff import joint_graph
+
+    gm = pre_dispatch(fn, *inputs)
+    gm.meta[g.LOSS] = 0
+    graph = joint_graph(gm, inputs, set(state))
+    graph.meta[g.PARAMETER] = {i for i, x in enumerate(inputs) if x.requires_grad}
+    for node in graph.graph.nodes:
+        if node.op == "placeholder" and node.meta[g.ROLE].kind == "primal":
+            node._rename(f"p{node.meta[g.ROLE].index}")
+    return graph
 
 
 def one_op(
@@ -215,6 +232,26 @@ def fresh(values: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, twin, values)
 
 
+def in_turn(*values: Sequence[Any]) -> list[Any]:
+    """Parameters of a test: all combinations of the values. Without the marker ``zoo`` it is every second one, such
+    that, of three or more kinds of values, any two still meet."""
+    return [
+        pytest.param(*(v for _, v in case), marks=[] if sum(i for i, _ in case) % 2 == 0 else [pytest.mark.zoo])
+        for case in itertools.product(*(enumerate(v) for v in values))
+    ]
+
+
+def each(names: Iterable[str], check: Callable[[str], None]) -> None:
+    """``check`` of every name, for many small checks of one compilation; the failure lists all names that fail."""
+    wrong = {}
+    for name in names:
+        try:
+            check(name)
+        except AssertionError as error:
+            wrong[name] = error
+    assert not wrong, "\n\n".join(f"{name}: {error}" for name, error in wrong.items())
+
+
 def annotations(gm: fx.GraphModule) -> list[tuple[str, Any, Any]]:
     """What passes write beside the graph: decision and region of every node, subgraphs included."""
     return [
@@ -285,6 +322,23 @@ def prepared(gm: fx.GraphModule, ctx: Context | None = None, *, until: str) -> f
         step.run(gm, ctx)
         verify(gm, step.ensures, ctx, step.name, deep=True)
     return gm
+
+
+def training_casts(run: Callable[..., Any], model: nn.Module, args: tuple[torch.Tensor, ...]) -> CastCount:
+    """Casts of a second forward and backward. The gradient that comes in has the output's dtype, as from a
+    loss, so that no cast of the test's own is counted."""
+    tangent: list[torch.Tensor] = []
+
+    def step() -> None:
+        for tensor in (*model.parameters(), *args):
+            tensor.grad = None
+        out = run(*args)
+        if not tangent:
+            tangent.append(torch.ones_like(out))
+        out.backward(tangent[0])
+
+    step()
+    return count_casts(step)
 
 
 class ExportMixed:

@@ -10,6 +10,7 @@ compiler when they are not. torch 2.13 internals: ``torch._dynamo.backends.commo
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from .. import graph as g
-from ..errors import CaptureError
+from ..errors import ArgumentError, CaptureError
 
 JointPasses = Callable[[fx.GraphModule, str], None]
 
@@ -120,21 +121,31 @@ def joint_graph(
     places = [n for n in joint.graph.nodes if n.op == "placeholder"]
     for node in places:
         node.meta[g.ROLE] = _input_role(node.meta["desc"], d)
+    if not any(node.meta[g.ROLE].kind == "tangent" for node in places):
+        raise ArgumentError(
+            "The loss does not depend on any parameter that requires a gradient: is the model frozen, or the loss "
+            "detached?"
+        )
     last = next(iter(reversed(joint.graph.nodes)))
     results = pytree.tree_leaves(last.args[0], is_leaf=lambda x: x is None)
     roles = [_output_role(desc, d) for desc in last.meta["desc"]]
-    kept = [(role, result) for role, result in zip(roles, results, strict=True) if role is not None]
+    kept = [(role, node) for role, node in zip(roles, results, strict=True) if role is not None and node is not None]
     last.args = (tuple(result for _, result in kept),)
     joint.meta[g.ROLE] = tuple(role for role, _ in kept)
-    replaced = dict(gm.meta.get(g.STATE, ()))
-    joint.meta[g.RESTORED] = [
-        (role, role.index if role.kind == "mutation" else replaced[role.index])
-        for role, _ in kept
-        if (role.kind == "mutation" and role.index in state) or (role.kind == "output" and role.index in replaced)
-    ]
+    joint.meta[g.RESTORED] = [role for role, _ in kept if role.kind == "mutation" and role.index in state]
+    joint.meta[g.LOSS] = gm.meta[g.LOSS]
     joint.graph.set_codegen(fx.graph.CodeGen())  # flat arguments instead of (primals, tangents)
     joint.recompile()
     return joint
+
+
+def decompositions_for(backend: str) -> Any:
+    """The ops that the backend wants taken apart."""
+    if backend != "inductor":
+        return None
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
 
 
 def _detach_all_but(gm: fx.GraphModule, loss: int) -> None:
@@ -172,3 +183,91 @@ def _output_role(desc: Any, d: Any) -> g.Role | None:
         of = desc.grad_of
         return g.Role("gradient", of.idx) if isinstance(of, d.PlainAOTInput) else None
     raise CaptureError(f"the training step has an output that cannot be in one graph: {desc.expr()}")
+
+
+def compile_joint(joint: fx.GraphModule, backend: str) -> Callable[..., Any]:
+    """A function of the joint graph's inputs that runs it: at once, or, where the user's checkpointing asks for values
+    to be computed again in the backward, as torch's partitioner divides it.
+
+    torch 2.13 internals: ``default_partition`` (it reads the tags that checkpointing leaves on nodes) and, for
+    Inductor, ``joint_graph_passes`` and ``compile_fx_inner``, which take a graph as it is.
+    """
+    if not any("recompute" in node.meta for node in joint.graph.nodes):
+        return _callable(joint, backend)
+    forward, backward = _divide(joint)
+    made = _names(pytree.tree_leaves(next(iter(reversed(forward.graph.nodes))).args[0]))
+    inputs = [n.name for n in joint.graph.nodes if n.op == "placeholder"]
+    takes = [n.name for n in forward.graph.nodes if n.op == "placeholder"]
+    reads = [n.name for n in backward.graph.nodes if n.op == "placeholder"]
+    run_forward, run_backward = _callable(forward, backend), _callable(backward, backend)
+    places = _places(joint)
+
+    def run(*args: Any) -> list[Any]:
+        given = dict(zip(inputs, args, strict=True))
+        values = run_forward(*(given[name] for name in takes))
+        loss = values[0]
+        given.update(zip(made, values, strict=True))
+        needed = [given[name] for name in reads]
+        given.clear()
+        del values
+        results = [loss, *run_backward(*needed)]
+        return [results[place] for place in places]
+
+    return run
+
+
+def _names(results: Sequence[fx.Node]) -> list[str]:
+    """The names of a forward's results as its backward knows them: it numbers the states of random generators that
+    dropout is computed again from."""
+    states = itertools.count()
+
+    def is_state(node: fx.Node) -> bool:
+        source = node.args[0] if g.is_getitem(node) else None
+        return isinstance(source, fx.Node) and "rng_state" in g.op_name(source)
+
+    return [f"rng_state_output_{next(states)}" if is_state(node) else node.name for node in results]
+
+
+def _places(joint: fx.GraphModule) -> list[int]:
+    """Where each output of the joint graph is when the loss goes first."""
+    roles = joint.meta[g.ROLE]
+    loss = roles.index(g.Role("output", joint.meta[g.LOSS]))
+    order = [loss, *(i for i in range(len(roles)) if i != loss)]
+    return [order.index(i) for i in range(len(roles))]
+
+
+def _divide(joint: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+    from torch._functorch.partitioners import default_partition
+
+    places = _places(joint)
+    whole = fx.GraphModule(joint, copy_graph(joint.graph))
+    last = next(iter(reversed(whole.graph.nodes)))
+    results = pytree.tree_leaves(last.args[0])
+    last.args = (tuple(results[places.index(i)] for i in range(len(results))),)  # the loss alone is the forward's
+    last.meta.pop("desc", None)
+    whole.recompile()
+    inputs = [n.meta["val"] for n in whole.graph.nodes if n.op == "placeholder"]
+    forward, backward = default_partition(whole, inputs, num_fwd_outputs=1)
+    return forward, backward
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """The same nodes once more."""
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    return copy
+
+
+def _callable(gm: fx.GraphModule, backend: str) -> Callable[..., Any]:
+    if backend != "inductor":
+        return gm.forward
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.virtualized import V
+
+    gm = fx.GraphModule(gm, copy_graph(gm.graph))  # Inductor changes what it is given
+    inputs = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
+    with V.set_fake_mode(g.fake_mode(gm.graph)), torch._inductor.config.patch("emulate_precision_casts", True):
+        joint_graph_passes(gm)  # Inductor has no code for random ops before these
+        compiled: Any = compile_fx_inner(gm, inputs)
+    return lambda *args: compiled(list(args))

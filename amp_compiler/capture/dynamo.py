@@ -125,30 +125,48 @@ def input_sources(gm: fx.GraphModule) -> list[str]:
     return found
 
 
-def kept_values(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[tuple[int, int]]:
-    """(output, input) positions where the model's code assigns a new tensor to an attribute that held the input
-    (``self.steps = self.steps + 1``). Only Dynamo's record of side effects tells these from other outputs."""
+def _assigned() -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """(dictionary, key, Dynamo's value) of each attribute that holds a tensor after the code that is being compiled
+    has run. Buffers of modules are items of dictionaries; what else a module or object holds is a stored attribute."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.variables import LazyVariableTracker, TensorVariable
 
     try:
         effects = InstructionTranslator.current_tx().output.side_effects
     except AttributeError:  # the graph came another way
-        return []
+        return
+    for variable, attributes in effects.store_attr_mutations.items():
+        holder = getattr(getattr(variable, "value", None), "__dict__", None)
+        for name, value in attributes.items():
+            touched = type(value) is not LazyVariableTracker and isinstance(value, TensorVariable)
+            if isinstance(holder, dict) and touched:
+                yield holder, name, value
+    for holder in effects.keepalive:
+        items = getattr(effects.id_to_variable.get(id(holder)), "items", None)
+        for key, value in items.items() if isinstance(holder, dict) and isinstance(items, dict) else ():
+            if type(value) is LazyVariableTracker:
+                continue  # not touched; asking a lazy value for anything would add an input to the graph
+            if isinstance(value, TensorVariable) and key.vt.is_python_constant():
+                yield holder, key.vt.as_python_constant(), value
+
+
+def kept_values(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[tuple[int, int]]:
+    """(output, input) positions where the model's code assigns a new tensor to an attribute that held the input
+    (``self.steps = self.steps + 1``). Only Dynamo's record of side effects tells these from other outputs."""
     last = next(iter(reversed(gm.graph.nodes)))
     outputs = pytree.tree_leaves(last.args[0])
     found = []
-    for holder in effects.keepalive:  # attributes and buffers of modules are items of dictionaries
-        items = getattr(effects.id_to_variable.get(id(holder)), "items", None)
-        for key, value in items.items() if isinstance(holder, dict) and isinstance(items, dict) else ():
-            old = holder.get(key.vt.as_python_constant()) if key.vt.is_python_constant() else None
-            if not isinstance(old, torch.Tensor) or type(value) is LazyVariableTracker:
-                continue  # not touched; asking a lazy value for anything would add an input to the graph
-            node = value.as_proxy().node if isinstance(value, TensorVariable) else None
-            places = [i for i, x in enumerate(example_inputs) if x is old]
-            if node in outputs and places:
-                found.append((outputs.index(node), places[0]))
+    for holder, key, value in _assigned():
+        old = holder.get(key)
+        places = [i for i, x in enumerate(example_inputs) if x is old] if isinstance(old, torch.Tensor) else []
+        if (node := value.as_proxy().node) in outputs and places:
+            found.append((outputs.index(node), places[0]))
     return found
+
+
+def assigned_attributes() -> list[tuple[dict[str, Any], str]]:
+    """(dictionary, key) of each attribute that may hold another tensor when the code that is being compiled has run."""
+    return [(holder, key) for holder, key, _ in _assigned()]
 
 
 @dataclass(frozen=True)

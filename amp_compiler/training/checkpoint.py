@@ -1,14 +1,21 @@
-"""A training step's state as a dictionary, and back: all of it fits, or nothing is changed."""
+"""A training step's state as a dictionary, and back: all of it fits, or nothing is changed.
+
+The dictionary carries a table of its own contents (the type, shape and dtype of every entry), so that damage is found
+before anything is loaded; what is whole is then compared with the model, the optimizer and the scaler that are there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import math
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import AmpError, CheckpointError
+from ..errors import CheckpointError
+from ..policy import dtype_name
 from .window import rng_state, set_rng_state
 
 if TYPE_CHECKING:
@@ -16,198 +23,245 @@ if TYPE_CHECKING:
 
 FORMAT = "amp_compiler.TrainStep"
 VERSION = 1
-_KEYS = ("model", "optimizer", "scaler", "window", "rng")
-#: entries of an optimizer's state that have the shape of their parameter, in all of torch.optim
-_LIKE_PARAMETER = frozenset(
-    {
-        "exp_avg",
-        "exp_avg_sq",
-        "max_exp_avg_sq",
-        "momentum_buffer",
-        "square_avg",
-        "grad_avg",
-        "acc_delta",
-        "sum",
-        "exp_inf",
-        "prev",
-        "step_size",
-        "ax",
-    }
-)
+CONTENTS = "contents"
+_UNCHANGED = "Nothing was changed."
 
 
 def collect(step: TrainStep) -> dict[str, Any]:
     """Everything that a run needs to go on bit for bit."""
     window = step._window
     waiting = window.done > 0
-    return {
+    gradients = {name: p.grad.clone() for name, p in _named(step).items() if p.grad is not None} if waiting else {}
+    state = {
         "format": FORMAT,
         "version": VERSION,
         "model": step.model.state_dict(),
+        "loss_fn": step.loss_fn.state_dict() if isinstance(step.loss_fn, nn.Module) else None,
+        "others": {name: p.detach() for name, p in step._owner.others().items()},
         "optimizer": step.optimizer.state_dict(),
         "scaler": None if step.scaler is None else step.scaler.state_dict(),
+        "classes": _classes(step),
         "window": {
             "size": window.size,
             "done": window.done,
             "number": window.number,
-            "scale": _clone(window.scale) if waiting else None,
-            "found": _clone(window.found) if waiting else None,
+            "scale": window.scale.clone() if waiting and window.scale is not None else None,
+            "found": window.found.clone() if waiting and window.found is not None else None,
             "saved": {name: t.clone() for name, t in window.saved.items()} if waiting else {},
-            "gradients": {n: p.grad.clone() for n, p in _named(step).items() if p.grad is not None} if waiting else {},
+            "gradients": gradients,
         },
         "rng": rng_state(step._device),
     }
+    return {**state, CONTENTS: dict(_contents(state))}
 
 
 def restore(step: TrainStep, state: Any) -> None:
     """Check all of ``state`` against the step, then load it."""
-    _check_kind(state)
-    _check_model(step.model, state["model"])
+    _check_whole(state)
+    _check_classes(step, state["classes"])
+    _check_tensors("The model", step.model.state_dict(), state["model"])
+    if isinstance(step.loss_fn, nn.Module):
+        _check_tensors("The loss function", step.loss_fn.state_dict(), state["loss_fn"])
+    _check_tensors("The optimizer", step._owner.others(), state["others"])
     _check_optimizer(step.optimizer, state["optimizer"])
     _check_window(step, state["window"])
     _check_rng(state["rng"])
-    if (state["scaler"] is None) != (step.scaler is None):
-        have, want = ("no", "one") if state["scaler"] is None else ("a", "none")
-        raise CheckpointError(
-            f"The checkpoint has {have} loss scaler and this step has {want}: "
-            "compile the step with the loss_scaler that the checkpoint was made with."
-        )
-    before = (None if step.scaler is None else step.scaler.state_dict(), step.optimizer.state_dict())
-    weights = _copy_of(step.model) if _loads_by_itself(step.model) else None
+    optimizer = copy.deepcopy(state["optimizer"])  # torch would go on with the tensors of the dictionary itself
+    put_back = _Before(step)
     try:
         if step.scaler is not None:
             step.scaler.load_state_dict(state["scaler"])
-        step.optimizer.load_state_dict(state["optimizer"])
+        step.optimizer.load_state_dict(optimizer)
         step.model.load_state_dict(state["model"])
-    except (AmpError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        if step.scaler is not None and before[0] is not None:
-            step.scaler.load_state_dict(before[0])
-        step.optimizer.load_state_dict(before[1])
-        if weights is not None:
-            step.model.load_state_dict(weights)
-        raise CheckpointError(f"The checkpoint does not fit and nothing was changed: {error}") from error
+        if isinstance(step.loss_fn, nn.Module):
+            step.loss_fn.load_state_dict(state["loss_fn"])
+    except BaseException as error:
+        put_back()
+        if not isinstance(error, Exception):
+            raise
+        raise CheckpointError(f"The checkpoint does not fit: {error} {_UNCHANGED}") from error
+    with torch.no_grad():
+        for name, tensor in step._owner.others().items():
+            tensor.copy_(state["others"][name])
     _load_window(step, state["window"])
     set_rng_state(state["rng"], step._device)
 
 
-def _copy_of(model: nn.Module) -> dict[str, Any]:
-    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in model.state_dict().items()}
+class _Before:
+    """What was there, to put it back if loading fails half-way."""
+
+    def __init__(self, step: TrainStep) -> None:
+        self.step = step
+        self.scaler = None if step.scaler is None else step.scaler.state_dict()
+        self.optimizer = (dict(step.optimizer.state), copy.deepcopy([_options(x) for x in step.optimizer.param_groups]))
+        modules = [m for m in (step.model, step.loss_fn) if isinstance(m, nn.Module)]
+        # the shapes were compared, so copying cannot fail; a module's own loading code can
+        self.modules = [(m, _copy_of(m)) for m in modules if _loads_by_itself(m)]
+
+    def __call__(self) -> None:
+        step = self.step
+        if step.scaler is not None and self.scaler is not None:
+            step.scaler.load_state_dict(self.scaler)
+        state, groups = self.optimizer
+        step.optimizer.state.clear()
+        step.optimizer.state.update(state)
+        for group, options in zip(step.optimizer.param_groups, groups, strict=True):
+            group.update(options)
+        with torch.no_grad():
+            for module, values in self.modules:
+                for key, own in module.state_dict().items():
+                    if isinstance(own, Tensor):
+                        own.copy_(values[key])
 
 
-def _clone(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.clone()
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
 
 
-def _named(step: TrainStep) -> dict[str, Tensor]:
-    """Every trained tensor by a name that another process gives it too."""
-    names = {id(p): name for name, p in step.model.named_parameters()}
-    return {names.get(id(p), f"optimizer.{i}"): p for i, p in enumerate(step._parameters())}
+def _copy_of(module: nn.Module) -> dict[str, Tensor]:
+    return {key: value.clone() for key, value in module.state_dict().items() if isinstance(value, Tensor)}
 
 
-# ------------------------------------------------------------------------------------------------ checks
-
-
-def _check_kind(state: Any) -> None:
-    if not isinstance(state, Mapping):
-        raise CheckpointError(
-            f"A checkpoint of a training step is a dictionary, not a {type(state).__name__}: give what "
-            "step.state_dict() returned, after torch.load."
-        )
-    if state.get("format") != FORMAT:
-        looks = "a loss scaler's" if "growth_factor" in state else "a model's or an optimizer's"
-        raise CheckpointError(
-            f"This is no checkpoint of a training step (the key 'format' is missing or another); it may be "
-            f"{looks}: load it into that object instead."
-        )
-    if state.get("version") != VERSION:
-        raise CheckpointError(
-            f"The checkpoint has version {state.get('version')!r}; this amp_compiler reads {VERSION}."
-        )
-    missing = [key for key in _KEYS if key not in state]
-    if missing:
-        raise CheckpointError(f"The checkpoint is damaged: {', '.join(missing)} missing.")
-
-
-def _check_model(model: nn.Module, state: Any) -> None:
-    if not isinstance(state, Mapping):
-        raise CheckpointError("The checkpoint is damaged: 'model' is no dictionary.")
-    own = model.state_dict()
-    missing, extra = [k for k in own if k not in state], [k for k in state if k not in own]
-    if missing or extra:
-        told = [f"it lacks {missing[0]}"] * bool(missing) + [f"it has {extra[0]}, which the model has not"] * bool(
-            extra
-        )
-        raise CheckpointError(f"The checkpoint is of another model: {' and '.join(told)}. Nothing was changed.")
-    for key, value in own.items():
-        if isinstance(value, Tensor):
-            given = state[key]
-            if not isinstance(given, Tensor):
-                raise CheckpointError(f"The checkpoint is damaged: model entry {key} is a {type(given).__name__}.")
-            if given.shape != value.shape:
-                raise CheckpointError(
-                    f"The checkpoint is of another model: {key} has the shape {list(given.shape)}, here it "
-                    f"is {list(value.shape)}. Nothing was changed."
-                )
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> None:
-    if not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
-        raise CheckpointError("The checkpoint is damaged: 'optimizer' lacks its state or its param_groups.")
-    own, given = [len(x["params"]) for x in optimizer.param_groups], [len(x["params"]) for x in state["param_groups"]]
-    if own != given:
-        raise CheckpointError(
-            f"The checkpoint is of another optimizer: groups of {given} parameters, here {own}. Nothing was changed."
-        )
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    indices = [i for group in state["param_groups"] for i in group["params"]]
-    for index, parameter in zip(indices, parameters, strict=True):
-        for name, value in state["state"].get(index, {}).items():
-            if name in _LIKE_PARAMETER and isinstance(value, Tensor) and value.shape != parameter.shape:
-                raise CheckpointError(
-                    f"The checkpoint is of another optimizer: {name} of parameter {index} has the shape "
-                    f"{list(value.shape)}, the parameter {list(parameter.shape)}. Nothing was changed."
-                )
-
-
-def _check_window(step: TrainStep, state: Any) -> None:
-    keys = ("size", "done", "number", "scale", "found", "saved", "gradients")
-    if not isinstance(state, Mapping) or any(key not in state for key in keys):
-        raise CheckpointError("The checkpoint is damaged: 'window' is incomplete.")
-    if state["done"] and state["size"] != step.accumulate_steps:
-        raise CheckpointError(
-            f"The checkpoint was made in the middle of an update of {state['size']} batches, and this step has "
-            f"accumulate_steps={step.accumulate_steps}: they must agree, or save after an update."
-        )
-    named = _named(step)
-    for name, gradient in state["gradients"].items():
-        if name not in named or not isinstance(gradient, Tensor) or gradient.shape != named[name].shape:
-            raise CheckpointError(
-                f"The checkpoint is damaged: its gradient of {name} does not fit. Nothing was changed."
-            )
-
-
-def _check_rng(states: Any) -> None:
-    try:
-        torch.Generator().set_state(states[0])
-    except (TypeError, RuntimeError, IndexError, KeyError) as error:
-        raise CheckpointError(f"The checkpoint is damaged: the state of the random generator: {error}") from error
-
-
-def _loads_by_itself(model: nn.Module) -> bool:
-    """A module with loading code of its own can fail half-way."""
+def _loads_by_itself(module: nn.Module) -> bool:
     return any(
         type(m)._load_from_state_dict is not nn.Module._load_from_state_dict
         or type(m).set_extra_state is not nn.Module.set_extra_state
         or m._load_state_dict_pre_hooks
         or m._load_state_dict_post_hooks
-        for m in model.modules()
+        for m in module.modules()
     )
+
+
+def _classes(step: TrainStep) -> dict[str, str]:
+    return {"optimizer": type(step.optimizer).__name__, "scaler": type(step.scaler).__name__}
+
+
+def _named(step: TrainStep) -> dict[str, Tensor]:
+    """Every trained tensor by a name that another process gives it too."""
+    trained = {id(p) for p in step._owner.parameters()}
+    named = {**step._owner.named_parameters(), **step._owner.others()}
+    return {name: p for name, p in named.items() if id(p) in trained}
+
+
+# ------------------------------------------------------------------------------------------------ checks
+
+
+def _contents(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """(path, what stands there) of every entry, dictionaries and lists included."""
+    if isinstance(value, Mapping):
+        yield path, f"dictionary of {len(value)}"
+        for key, item in value.items():
+            yield from _contents(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, (list, tuple)):
+        yield path, f"list of {len(value)}"
+        for number, item in enumerate(value):
+            yield from _contents(item, f"{path}[{number}]")
+    elif isinstance(value, Tensor):
+        yield path, f"{dtype_name(value.dtype)}{list(value.shape)}"
+    else:
+        yield path, type(value).__name__
+
+
+def _check_whole(state: Any) -> None:
+    if not isinstance(state, Mapping):
+        raise CheckpointError(
+            f"A checkpoint of a training step is a dictionary, not a {type(state).__name__}: give what "
+            "step.state_dict() returned, after torch.load."
+        )
+    if not isinstance(state.get("format"), str) or state["format"] != FORMAT:
+        looks = "a loss scaler's" if "growth_factor" in state else "a model's or an optimizer's"
+        raise CheckpointError(
+            f"This is no checkpoint of a training step (its 'format' is missing or another); it may be {looks}: load "
+            "it into that object instead."
+        )
+    if not isinstance(state.get("version"), int) or state["version"] != VERSION:
+        raise CheckpointError(
+            f"The checkpoint has version {state.get('version')!r}; this amp_compiler reads {VERSION}."
+        )
+    said = state.get(CONTENTS)
+    found = dict(_contents({key: value for key, value in state.items() if key != CONTENTS}))
+    if not isinstance(said, Mapping):
+        raise CheckpointError(f"The checkpoint is damaged: its table of contents is missing. {_UNCHANGED}")
+    for path in (*said, *found):
+        if said.get(path) != found.get(path):
+            raise CheckpointError(
+                f"The checkpoint is damaged: {path or 'it'} should be {said.get(path, 'absent')}, and is "
+                f"{found.get(path, 'missing')}. Take an earlier one. {_UNCHANGED}"
+            )
+
+
+def _check_classes(step: TrainStep, given: Mapping[str, str]) -> None:
+    for what, name in _classes(step).items():
+        if given.get(what) != name:
+            have, here = (("no scaler" if x == "NoneType" else x) for x in (given.get(what), name))
+            raise CheckpointError(
+                f"The checkpoint was made with {have} as {what}, and this step has {here}: compile the step with the "
+                f"same. {_UNCHANGED}"
+            )
+
+
+def _check_tensors(what: str, own: Mapping[str, Any], state: Mapping[str, Any] | None) -> None:
+    given = state or {}
+    told = [f"it lacks {key}" for key in own if key not in given][:1]
+    told += [f"it has {key}, which is not here" for key in given if key not in own][:1]
+    for key, value in own.items():
+        if not told and isinstance(value, Tensor):
+            other = given[key]
+            here, there = (f"{dtype_name(t.dtype)}{list(t.shape)}" for t in (value, other))
+            told = [f"{key} is {there}, here it is {here}"] * (here != there)
+    if told:
+        raise CheckpointError(f"{what} of the checkpoint is another one: {' and '.join(told)}. {_UNCHANGED}")
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    own, given = ([len(x["params"]) for x in groups] for groups in (optimizer.param_groups, state["param_groups"]))
+    if own != given:
+        raise CheckpointError(
+            f"The checkpoint is of another optimizer: groups of {given} parameters, here {own}. {_UNCHANGED}"
+        )
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    indices = [i for group in state["param_groups"] for i in group["params"]]
+    for index, parameter in zip(indices, parameters, strict=True):
+        for name, value in state["state"].get(index, {}).items():
+            whole = isinstance(value, Tensor) and value.numel() == math.prod(parameter.shape) and value.dim() > 0
+            if whole and value.shape != parameter.shape:
+                raise CheckpointError(
+                    f"The checkpoint is of another optimizer: {name} of parameter {index} has the shape "
+                    f"{list(value.shape)}, the parameter {list(parameter.shape)}. {_UNCHANGED}"
+                )
+
+
+def _check_window(step: TrainStep, state: Mapping[str, Any]) -> None:
+    done, size, scale = state["done"], state["size"], state["scale"]
+    if not 0 <= done < max(size, 1):
+        raise CheckpointError(f"The checkpoint is damaged: {done} of {size} batches are waiting. {_UNCHANGED}")
+    if done and size != step.accumulate_steps:
+        raise CheckpointError(
+            f"The checkpoint was made in the middle of an update of {size} batches, and this step has accumulate_steps="
+            f"{step.accumulate_steps}: they must agree, or save after an update. {_UNCHANGED}"
+        )
+    if scale is not None and not 0 < float(scale) < math.inf:
+        raise CheckpointError(f"The checkpoint is damaged: its scale is {float(scale)}. {_UNCHANGED}")
+    named, buffers = _named(step), step._owner.buffers()
+    for name, gradient in state["gradients"].items():
+        if name not in named or gradient.shape != named[name].shape:
+            raise CheckpointError(f"The checkpoint's gradient of {name} does not fit the model. {_UNCHANGED}")
+    for name, value in state["saved"].items():
+        if name in buffers and (value.shape, value.dtype) != (buffers[name].shape, buffers[name].dtype):
+            raise CheckpointError(f"The checkpoint's copy of {name} does not fit the model. {_UNCHANGED}")
+
+
+def _check_rng(states: Any) -> None:
+    try:
+        torch.Generator().set_state(states[0])
+    except (TypeError, RuntimeError, IndexError) as error:
+        raise CheckpointError(f"The checkpoint's random generator cannot be set: {error}. {_UNCHANGED}") from error
 
 
 def _load_window(step: TrainStep, state: Mapping[str, Any]) -> None:
     window, device = step._window, step._device
     window.done, window.number = state["done"], state["number"]
-    window.batches.clear()
+    window.batches, window.held = [], {}
     window.saved = {name: t.to(device, copy=True) for name, t in state["saved"].items()}
     if window.done:
         window.scale = None if state["scale"] is None else state["scale"].to(device, copy=True)

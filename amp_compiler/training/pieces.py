@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from ..backend import Backend, Captured, Options, State
 from ..kernels.unscale import unscale_
-from .overflow import Probe
+from .owner import Owner
+from .probe import Probe
 from .whole import check_loss
 from .window import Window
 
-#: buffers of more bytes than this in all are copied only where an earlier update has written to them
+#: state of more bytes than this in all is copied only where an earlier update has written to them
 _COPY_ALL = 1 << 26
 
 
@@ -37,17 +38,18 @@ class PieceBackend(Backend):
 class Pieces:
     """Forward, ``backward()`` and unscale of one micro-batch; gradients and state are left as the whole graph would."""
 
-    def __init__(self, captured: Captured, model: nn.Module, window: Window) -> None:
-        self.captured, self.model, self.window = captured, model, window
-        self.written: set[str] = set()  # buffers that an update has written to
+    def __init__(self, captured: Captured, owner: Owner, window: Window) -> None:
+        self.captured, self.owner, self.window = captured, owner, window
+        self.written: set[str] = set()  # names of state that an update has written to
 
-    def __call__(self, args: tuple[Any, ...], kwargs: Any, targets: Any, parameters: Sequence[Tensor]) -> Tensor:
-        window = self.window
-        if window.done == 0:
-            window.saved.update(self._copies())
+    def __call__(self, args: tuple[Any, ...], kwargs: Any, targets: Any) -> Tensor:
+        window, parameters = self.window, self.owner.parameters()
+        state = self.owner.state()
+        versions = {name: b._version for name, b in state.items()}
+        kept = self._copies(state)
+        window.saved = {**kept, **window.saved}
+        window.hold(self.owner.attributes())
         before = [p.grad for p in parameters]
-        state = {name: (b, b._version) for name, b in self.model.named_buffers()}
-        kept = dict(window.saved) if window.done == 0 else self._copies()
         try:
             for parameter in parameters:
                 parameter.grad = None
@@ -56,37 +58,29 @@ class Pieces:
             with torch._C._DisableAutocast():
                 scaled = loss if window.scale is None else loss * window.scale
                 (scaled / window.size if window.size > 1 else scaled).backward()
+            new = [(p, p.grad) for p in parameters if p.grad is not None]
         except BaseException:
-            self._put_back(kept)
+            with torch.no_grad():
+                for name, copy in kept.items():
+                    state[name].copy_(copy)
+            raise
+        finally:
             for parameter, gradient in zip(parameters, before, strict=True):
                 parameter.grad = gradient
-            raise
-        new = [(p, p.grad) for p in parameters if p.grad is not None]
-        for parameter, gradient in zip(parameters, before, strict=True):
-            parameter.grad = gradient
-        buffers = dict(self.model.named_buffers())
-        self.written |= {
-            n for n, b in buffers.items() if n in state and (b is not state[n][0] or b._version != state[n][1])
-        }
+        self.written |= {name for name, b in state.items() if b._version != versions[name]}
         with torch.no_grad():
             gradients = [grad for _, grad in new]
             if window.scale is not None and window.found is not None:
                 window.found = window.found.clone()  # the flag of the batch before stays what it was
                 unscale_(gradients, window.scale.reciprocal(), window.found)
-                bad = window.found.ne(0).view(())
+                bad = window.skipped()
+                assert bad is not None
                 for name in self.written & window.saved.keys():
-                    buffers[name].copy_(torch.where(bad, window.saved[name], buffers[name]))
-            window.add([p for p, _ in new], gradients)
+                    state[name].copy_(torch.where(bad, window.saved[name], state[name]))
+            window.add([p for p, _ in new], gradients, parameters)
         return loss.detach()
 
-    def _copies(self) -> dict[str, Tensor]:
-        buffers = dict(self.model.named_buffers())
-        if sum(b.nbytes for b in buffers.values()) > _COPY_ALL and self.window.number > 1:
-            buffers = {name: b for name, b in buffers.items() if name in self.written}
-        return {name: b.detach().clone() for name, b in buffers.items()}
-
-    def _put_back(self, copies: dict[str, Tensor]) -> None:
-        buffers = dict(self.model.named_buffers())
-        with torch.no_grad():
-            for name, copy in copies.items():
-                buffers[name].copy_(copy)
+    def _copies(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        if sum(b.nbytes for b in state.values()) > _COPY_ALL and self.window.number > 1:
+            state = {name: b for name, b in state.items() if name in self.written}
+        return {name: b.detach().clone() for name, b in state.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from .. import pipeline
 from ..arguments import check_request
@@ -24,10 +26,12 @@ from ..report import Report
 from ..scalers import DynamicLossScaler, LossScaler, StaticLossScaler
 from ..update import apply_update
 from . import checkpoint
-from .overflow import Overflow, Probe, explain
+from .overflow import Circumstances, Overflow, explain
+from .owner import Owner
 from .pieces import PieceBackend, Pieces
+from .probe import Probe
 from .whole import WholeStep
-from .window import Batch, Window, rng_state, set_rng_state
+from .window import Batch, Window, multiply_, rng_state, set_rng_state
 
 _SCALERS = 'loss_scaler is "dynamic", a DynamicLossScaler, a StaticLossScaler, a number (a fixed scale) or None'
 
@@ -83,6 +87,10 @@ def compile_train_step(
         raise ArgumentError("This module is amp_compile'd already: give model.original to compile_train_step.")
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"compile_train_step takes a torch.nn.Module, not {type(model).__name__}.")
+    if any(p.is_meta for p in model.parameters()):
+        raise ArgumentError(
+            "The model is on the meta device and has no values: give it some by model.to_empty(device=…)."
+        )
     if loss_fn is not None and not callable(loss_fn):
         raise ArgumentError(f"loss_fn must be a function of (output, targets) or None, not {loss_fn!r}.")
     _check_optimizer(optimizer, model)
@@ -156,6 +164,7 @@ class TrainStep:
         self._options, self._state, self._probe = options, State(), Probe()
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._window = Window(accumulate_steps, self._device)
+        self._owner = Owner(model, loss_fn, optimizer)
         self._whole: Captured | None = None
         self._pieces: Pieces | None = None
         self._one = torch.ones((), device=self._device)
@@ -165,61 +174,56 @@ class TrainStep:
 
     def __call__(self, inputs: Any, targets: Any = None) -> StepResult:
         args, kwargs = _call_arguments(inputs)
-        window, parameters = self._window, self._parameters()
         if torch.is_inference_mode_enabled():
             raise ArgumentError("A training step was called under torch.inference_mode(): take it out of that region.")
-        if window.done == 0:
-            window.begin(None if self.scaler is None else self.scaler.scale_on(self._device).clone(), parameters)
-        batch = Batch(args, kwargs, targets, rng_state(self._device))
-        with torch.enable_grad():
-            loss = self._run(args, kwargs, targets, parameters)
-        batch.found = window.found
-        window.batches.append(batch)
-        window.done += 1
+        window = self._window
+        scale = None if self.scaler is None or window.done else self.scaler.scale_on(self._device).clone()
+        with window.batch(scale):
+            batch = Batch(args, kwargs, targets, rng_state(self._device), window.done, window.found)
+            with torch.enable_grad():
+                loss = self._run(args, kwargs, targets)
+            batch.found = window.found
+            window.batches.append(batch)
         if window.done < window.size:
-            return self._result(loss, self._norm(parameters), updated=False)
-        return self._update(loss, parameters)
+            return self._result(loss, self._norm(), updated=False)
+        return self._update(loss)
 
     def flush(self) -> StepResult | None:
         """Update the weights from the batches that are waiting, fewer than ``accumulate_steps``, as at the end of an
         epoch: by the mean over those there are. None if none are waiting."""
-        window, parameters = self._window, self._parameters()
+        window = self._window
         if window.done == 0:
             return None
         with torch.no_grad():
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            torch._foreach_mul_(gradients, window.size / window.done)
-        return self._update(torch.full_like(self._one, float("nan")), parameters)
+            multiply_(self._gradients(), window.size / window.done)
+        return self._update(torch.full_like(self._one, float("nan")))
 
-    def _run(self, args: tuple[Any, ...], kwargs: Any, targets: Any, parameters: Sequence[Tensor]) -> Tensor:
+    def _run(self, args: tuple[Any, ...], kwargs: Any, targets: Any) -> Tensor:
         if self._pieces is None:
-            reason = _needs_autograd(self.model, parameters)
+            reason = _needs_autograd(self._owner, (args, kwargs, targets))
             if reason is None:
-                if self._whole is None:
-                    self._whole = self._capture_whole()
+                whole = self._whole or self._capture_whole()
                 try:
-                    loss: Tensor = self._whole(args, kwargs, targets)
+                    loss: Tensor = whole(args, kwargs, targets)
+                    self._whole = whole
                     return loss
                 except CaptureError as error:
-                    self._whole = None
                     reason = _reason(error)
-            return self._start_pieces(reason, args, kwargs, targets, parameters)
-        return self._pieces(args, kwargs, targets, parameters)
+            return self._start_pieces(reason, args, kwargs, targets)
+        return self._pieces(args, kwargs, targets)
 
     def _capture_whole(self) -> Captured:
         options = dataclasses.replace(self._options, fullgraph=True)
-        backend = WholeStep(self.model, options, self._state, self._window, self._probe)
+        backend = WholeStep(self._owner, options, self._state, self._window, self._probe)
         return Captured(self._function(mark=True), self.model, options, self._state, backend)
 
-    def _start_pieces(
-        self, reason: str, args: tuple[Any, ...], kwargs: Any, targets: Any, parameters: Sequence[Tensor]
-    ) -> Tensor:
+    def _start_pieces(self, reason: str, args: tuple[Any, ...], kwargs: Any, targets: Any) -> Tensor:
         """The model is not one graph; if the pieces run, it stays so."""
         state = State()
         backend = PieceBackend(self.model, self._options, state, self._probe)
         captured = Captured(self._function(mark=False), self.model, self._options, state, backend)
-        pieces = Pieces(captured, self.model, self._window)
-        loss = pieces(args, kwargs, targets, parameters)
+        pieces = Pieces(captured, self._owner, self._window)
+        loss = pieces(args, kwargs, targets)
         self._pieces, self._state = pieces, state
         state.leave(
             "the training step is not one graph, so it runs in pieces, with backward() and loss scaling outside of "
@@ -245,17 +249,15 @@ class TrainStep:
 
         return loss_of
 
-    def _update(self, loss: Tensor, parameters: Sequence[Tensor]) -> StepResult:
+    def _update(self, loss: Tensor) -> StepResult:
         window = self._window
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = self._norm(parameters)
-        if self.max_grad_norm is not None and gradients:
-            with torch.no_grad():
-                factor = torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0)
-                torch._foreach_mul_([x for x in gradients if x.layout is torch.strided], factor)
-                for sparse in (x for x in gradients if x.layout is not torch.strided):
-                    sparse.mul_(factor)
+        norm = self._norm()
+        if window.found is not None and window.size > 1:  # a sum can be what its parts are not, or was changed by hand
+            window.found = torch.maximum(window.found, norm.isfinite().logical_not().to(window.found.dtype))
         result = self._result(loss, norm, updated=True)
+        if self.max_grad_norm is not None:
+            with torch.no_grad():
+                multiply_(self._gradients(), torch.clamp(self.max_grad_norm / (result.grad_norm + 1e-6), max=1.0))
         if window.found is None:
             self.optimizer.step()
         else:
@@ -267,12 +269,15 @@ class TrainStep:
 
     def _result(self, loss: Tensor, norm: Tensor, *, updated: bool) -> StepResult:
         window = self._window
-        skipped = window.found.ne(0).view(()) if updated and window.found is not None else self._false
+        skipped = window.skipped() if updated else None
         scale = self._one if window.scale is None else window.scale
-        return StepResult(loss.detach(), skipped, scale, norm)
+        return StepResult(loss.detach(), self._false if skipped is None else skipped, scale, norm)
 
-    def _norm(self, parameters: Sequence[Tensor]) -> Tensor:
-        gradients = [p.grad for p in parameters if p.grad is not None]
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self._owner.parameters() if p.grad is not None]
+
+    def _norm(self) -> Tensor:
+        gradients = self._gradients()
         if not gradients:
             return torch.zeros_like(self._one)
         with torch.no_grad():
@@ -280,12 +285,6 @@ class TrainStep:
             norms = [n.to(self._device, torch.float32) for n in torch._foreach_norm(dense)]
             total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
             return total
-
-    def _parameters(self) -> list[Tensor]:
-        found: dict[int, Tensor] = {id(p): p for p in self.model.parameters() if p.requires_grad}
-        for group in self.optimizer.param_groups:
-            found.update((id(p), p) for p in group["params"])
-        return list(found.values())
 
     # ------------------------------------------------------------------------------------------- looking
 
@@ -317,18 +316,21 @@ class TrainStep:
         """After a skipped update: run the batch that failed once more, with checks, and name the first op, module and
         source line that gave inf or NaN, forward or backward, and the parameters hit. Nothing of the run is changed."""
         window = self._window
-        failed = next((i for i, b in enumerate(window.batches) if b.found is not None and bool(b.found)), None)
-        if failed is None:
+        batch = next((b for b in window.batches if b.found is not None and b.before is not None
+                      and bool(b.found) and not bool(b.before)), None)  # fmt: skip
+        if batch is None:
             return Overflow(_nothing(window, self.scaler))
-        batch = window.batches[failed]
-        names = {id(p): name for name, p in self.model.named_parameters()}
-        parameters = [p for p in self._parameters() if p.requires_grad]
         assert window.scale is not None
-        scale = float(window.scale)
+        owner, scale = self._owner, float(window.scale)
+        parameters = [p for p in owner.parameters() if p.requires_grad]
         _, plain, _ = self._look(batch, parameters, 1.0)
         loss, gradients, seen = self._look(batch, parameters, scale)
+        named = {**owner.named_parameters(), **owner.buffers()}
+        names = {id(tensor): name for name, tensor in named.items()}
         hit = [names.get(id(p), "?") for p, ok in zip(parameters, gradients, strict=True) if not ok]
-        return explain(seen, loss, hit, batch=failed, batches=window.size, scale=scale, finite_unscaled=all(plain))
+        buffers = frozenset(id(b) for b in owner.buffers().values())
+        known = Circumstances(names, buffers, batch.number, window.size, scale, all(plain), batch.changed())
+        return explain(seen, loss, hit, known)
 
     def _look(self, batch: Batch, parameters: Sequence[Tensor], scale: float) -> tuple[Tensor, list[bool], Probe]:
         """Run a batch with checks: the loss, which parameters' gradients are finite, and what was seen."""
@@ -336,9 +338,9 @@ class TrainStep:
         assert run is not None
         probe.begin()
         try:
-            with _undisturbed(self.model, self._device), torch.enable_grad():
+            with _undisturbed(self._owner, self._device), torch.enable_grad():
                 set_rng_state(batch.rng, self._device)
-                loss = run(batch.args, batch.kwargs, batch.targets)
+                loss = run(*batch.copy())
                 scaled = loss * (scale / self._window.size)
                 gradients = torch.autograd.grad(scaled, parameters, allow_unused=True)
         finally:
@@ -349,12 +351,27 @@ class TrainStep:
 
     def state_dict(self) -> dict[str, Any]:
         """All that a run needs to go on bit for bit: model, optimizer, scaler, the batches that are waiting, and the
-        random generators. Save it by ``torch.save``; your data loader and scheduler have their own."""
+        random generators. Save it by ``torch.save``; your data loader and scheduler have their own. As with torch, the
+        tensors are those of the model and the optimizer: copy.deepcopy what you want to keep while training goes on."""
         return checkpoint.collect(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a ``state_dict()``. If something in it does not fit, an error says what; nothing is changed."""
         checkpoint.restore(self, state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainStep:
+        """A step of its own: copies of model, optimizer and scaler, captured anew at its first call."""
+        parts = (self.model, self.loss_fn, self.optimizer, self.scaler)
+        model, loss_fn, optimizer, scaler = copy.deepcopy(parts, memo)
+        twin = TrainStep(model, loss_fn, optimizer, self._options, scaler, self.accumulate_steps, self.max_grad_norm)
+        memo[id(self)] = twin
+        window = self._window
+        for name in ("number", "done", "scale", "found", "saved"):
+            setattr(twin._window, name, copy.deepcopy(getattr(window, name), memo))
+        return twin
+
+    def __reduce__(self) -> Any:
+        raise TypeError("A TrainStep holds compiled code and cannot be pickled: save step.state_dict() instead.")
 
     def __repr__(self) -> str:
         scaler = "no loss scaling" if self.scaler is None else type(self.scaler).__name__
@@ -372,47 +389,57 @@ def _call_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
 
 
-def _needs_autograd(model: nn.Module, parameters: Sequence[Tensor]) -> str | None:
-    """Why gradients must come from autograd itself, parameter by parameter: something waits for them there."""
-    if any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters):
+def _needs_autograd(owner: Owner, given: Any) -> str | None:
+    """Why gradients must come from autograd itself: something waits for them there."""
+    if any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in owner.parameters()):
         return "a parameter has a gradient hook, which only autograd calls"
-    for module in model.modules():
+    for value in pytree.tree_leaves(given):
+        if isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:
+            return "an input comes from a computation that needs its gradient"
+    for module in owner.modules():
         if type(module).__module__.startswith(("torch.nn.parallel", "torch.distributed")):
             return f"{type(module).__name__} exchanges gradients while autograd runs"
     return None
 
 
 def _reason(error: Exception) -> str:
-    cause = error.__cause__ or error
+    """The line of an error that says what stopped the capture."""
+    cause: BaseException = error.__cause__ or error
+    cause = getattr(cause, "inner_exception", None) or cause
     lines = [line.strip() for line in str(cause).strip().splitlines() if line.strip()]
-    return lines[0] if lines else type(cause).__name__
+    text = lines[0] if lines else ""
+    return text if type(cause).__name__ in ("CaptureError", "Unsupported") else f"{type(cause).__name__}: {text}"
 
 
 def _nothing(window: Window, scaler: LossScaler | None) -> str:
     if scaler is None:
         return "There is no loss scaler, so no gradient is checked: compile the step with loss_scaler='dynamic'."
+    if any(b.found is not None and bool(b.found) for b in window.batches):
+        return "The batch that failed came before the checkpoint that this run was resumed from, and is not here."
     if not window.batches:
         return "No batch is there to look at: call explain_overflow() right after the step that was skipped."
     return "The last update was not skipped: all its gradients are finite."
 
 
 @contextlib.contextmanager
-def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Random generators and the model's buffers are afterwards as they were."""
+def _undisturbed(owner: Owner, device: torch.device) -> Iterator[None]:
+    """Random generators and what the model's modules hold are afterwards as they were."""
     states = rng_state(device)
-    held = [
-        (m, dict(m._buffers), {k: v for k, v in m.__dict__.items() if isinstance(v, Tensor)}) for m in model.modules()
-    ]
-    values = [
-        (b, b.detach().clone()) for _, buffers, own in held for b in (*buffers.values(), *own.values()) if b is not None
-    ]
+    held = [(holder, key, holder[key]) for holder, key in owner.attributes()]
+    values = [(tensor, tensor.detach().clone()) for _, _, tensor in held if tensor is not None]
+    plain = [(m.__dict__, dict(m.__dict__)) for m in owner.modules()]
+    lists = [(v, copy.copy(v)) for _, own in plain for v in own.values() if type(v) in (list, dict, set)]
     try:
         yield
     finally:
         with torch.no_grad():
             for tensor, value in values:
                 tensor.copy_(value)
-        for module, buffers, own in held:
-            module._buffers.update(buffers)
-            module.__dict__.update(own)
+        for own, before in plain:
+            own.update(before)
+        for container, before in lists:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(before)
+        for holder, key, tensor in held:
+            holder[key] = tensor
         set_rng_state(states, device)

@@ -11,14 +11,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from .. import graph as g
 from .. import pipeline
 from ..backend import Backend, Options, Piece, State, resolve_backend
+from ..capture.autodiff import compile_joint, copy_graph, decompositions_for, joint_graph
+from ..capture.dynamo import assigned_attributes, input_sources
 from ..errors import ArgumentError, CaptureError
 from ..passes.base import Context
+from ..policy import dtype_name
 from ..report import cast_totals, graph_rows
-from .overflow import Probe
+from .owner import Owner
+from .probe import Probe
 from .window import Window
 
 #: where the arguments of a step's captured function come from, as Dynamo writes it: all else is the model's own
@@ -28,9 +33,9 @@ _GIVEN = ("L['args']", "L['kwargs']", "L['targets']")
 class WholeStep(Backend):
     """Makes one callable of each graph that Dynamo captures: it runs forward and backward and fills the window."""
 
-    def __init__(self, target: Any, options: Options, state: State, window: Window, probe: Probe) -> None:
-        super().__init__(target, options, state)
-        self.window, self.probe = window, probe
+    def __init__(self, owner: Owner, options: Options, state: State, window: Window, probe: Probe) -> None:
+        super().__init__(owner.model, options, state)
+        self.owner, self.window, self.probe = owner, window, probe
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         from ..capture.lower import why_not
@@ -41,24 +46,23 @@ class WholeStep(Backend):
         return self.run(self.rewrite(gm, example_inputs), example_inputs)
 
     def run(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        from ..capture.autodiff import joint_graph
-        from ..capture.dynamo import input_sources
-
         loss = graph.meta.get(g.LOSS)
         if loss is None:
             raise CaptureError("no tensor was returned as the loss")
         check_loss(_output(graph, loss))
         sources = input_sources(graph)
         own = {i for i, source in enumerate(sources) if not source.startswith(_GIVEN)}
+        known = {id(tensor): name for name, tensor in self.owner.buffers().items()}
+        names = [known.get(id(given), source) for given, source in zip(example_inputs, sources, strict=True)]
         forward = _copy(graph)
-        joint = joint_graph(forward, example_inputs, own)
+        backend = resolve_backend(self.options.backend, example_inputs)
+        joint = joint_graph(forward, example_inputs, own, decompositions_for(backend))
         places = [n for n in graph.graph.nodes if n.op == "placeholder"]
         for node in joint.graph.nodes:
             if node.op == "placeholder" and node.meta[g.ROLE].kind == "primal":
                 node._rename(places[node.meta[g.ROLE].index].name)
         joint.meta[g.PARAMETER] = {i for i, n in enumerate(places) if n.meta.get(g.PARAMETER)}
 
-        backend = resolve_backend(self.options.backend, example_inputs)
         off = list(self.options.disable_passes)
         if self.window.scale is None:
             off.append("scale_loss")
@@ -67,11 +71,13 @@ class WholeStep(Backend):
         steps = pipeline.build(off, backend)
         ctx = Context(self.options.policy, self.options.keep_output_dtypes)
         steps.step.run(joint, ctx, self.state.history, graph="joint")
+        if self.window.scale is None:
+            _own_gradients(joint)
         weights = joint.meta.get(g.WEIGHTS)
         if weights is not None:
             steps.weights.run(weights, ctx, self.state.history, graph="weights")
         self.state.pieces.append(Piece(graph, graph_rows(graph, len(self.state.pieces)), cast_totals(joint), joint))
-        run = StepGraph(joint, weights, sources, self.window)
+        run = StepGraph(joint, weights, names, assigned_attributes(), self.owner, self.window, backend)
 
         def call(*args: Any) -> Any:
             return self.probe.run(graph, args) if self.probe.looking else run(args)
@@ -86,23 +92,46 @@ def check_loss(loss: Any) -> None:
             f"The loss must be a scalar tensor, and it is a {type(loss).__name__}: give a loss_fn(output, targets), "
             "or a model that returns the loss or an object with .loss."
         )
+    if not loss.is_floating_point():
+        raise ArgumentError(f"The loss must be a float, and it is {dtype_name(loss.dtype)}: it has no gradient.")
     if loss.numel() != 1:
         raise ArgumentError(
             f"The loss must be a scalar, and it has the shape {list(loss.shape)}: take its mean or sum in loss_fn."
         )
 
 
+def _own_gradients(joint: fx.GraphModule) -> None:
+    """Where no unscale makes new tensors of them: a gradient must share memory with nothing else, as the next
+    micro-batch is added to it in place."""
+    graph = joint.graph
+    last = next(iter(reversed(graph.nodes)))
+    results: list[Any] = list(pytree.tree_leaves(last.args[0]))
+    classes = g.alias_classes(graph)
+    taken = [classes[n] for n in graph.nodes if n.op == "placeholder"]
+    for place, role in enumerate(joint.meta[g.ROLE]):
+        node = results[place]
+        value = g.tensor_of(node)
+        expanded = value is not None and any(stride == 0 for stride in value.stride())
+        if role.kind == "gradient" and (expanded or classes[node] in taken):
+            with graph.inserting_before(last):
+                results[place] = g.call(
+                    graph, g.fake_mode(graph), torch.ops.aten.clone.default, (node,),
+                    {"memory_format": torch.contiguous_format},
+                )  # fmt: skip
+        taken.append(classes[node])
+    last.args = (tuple(results),)
+    joint.recompile()
+
+
 def _output(graph: fx.GraphModule, index: int) -> Any:
     last = next(iter(reversed(graph.graph.nodes)))
-    node = torch.utils._pytree.tree_leaves(last.args[0])[index]
+    node = pytree.tree_leaves(last.args[0])[index]
     return g.tensor_of(node) if isinstance(node, fx.Node) else node
 
 
 def _copy(graph: fx.GraphModule) -> fx.GraphModule:
     """The same graph once more, for AOTAutograd's own changes (the outputs are detached there)."""
-    copy = fx.Graph()
-    copy.output(copy.graph_copy(graph.graph, {}))
-    twin = fx.GraphModule(graph, copy)
+    twin = fx.GraphModule(graph, copy_graph(graph.graph))
     twin.meta.update(graph.meta)
     return twin
 
@@ -111,19 +140,27 @@ class StepGraph:
     """Runs a joint graph: gathers what its inputs' roles ask for, hands its outputs on by theirs."""
 
     def __init__(
-        self, joint: fx.GraphModule, weights: fx.GraphModule | None, sources: Sequence[str], window: Window
+        self,
+        joint: fx.GraphModule,
+        weights: fx.GraphModule | None,
+        names: Sequence[str],
+        attributes: Sequence[tuple[dict[str, Any], str]],
+        owner: Owner,
+        window: Window,
+        backend: str,
     ) -> None:
-        self.joint, self.sources, self.window = joint, sources, window
+        self.names, self.attributes, self.owner, self.window = names, attributes, owner, window
         self.inputs: list[g.Role] = [n.meta[g.ROLE] for n in joint.graph.nodes if n.op == "placeholder"]
         self.outputs: tuple[g.Role, ...] = joint.meta[g.ROLE]
-        self.restored = [index for _, index in joint.meta[g.RESTORED]]
+        self.restored = [role.index for role in joint.meta[g.RESTORED]]
         (tangent,) = [n for n in joint.graph.nodes if n.op == "placeholder" and n.meta[g.ROLE].kind == "tangent"]
         value = g.tensor_of(tangent)
         assert value is not None
         self.tangent = torch.full(tuple(value.shape), 1 / window.size, dtype=value.dtype, device=value.device)
         self.constants = {r.name: getattr(joint, r.name) for r in self.inputs if r.kind == "constant"}
-        self.low = None if weights is None else LowCopies(weights, [r.index for r in self.inputs if r.kind == "low"])
-        self.forward: Callable[..., Any] = joint.forward
+        low = [r.index for r in self.inputs if r.kind == "low"]
+        self.low = None if weights is None else LowCopies(compile_joint(weights, backend), low)
+        self.forward = compile_joint(joint, backend)
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         window = self.window
@@ -131,9 +168,10 @@ class StepGraph:
             low = iter(self.low.of(args, window.number) if self.low is not None else ())
             values = [self._value(role, args, low) for role in self.inputs]
             results = self.forward(*values)
-            if window.size > 1 and window.done == 0:
-                for index in self.restored:
-                    window.saved[self.sources[index]] = args[index].clone()
+            for index in self.restored if window.size > 1 else ():
+                if self.names[index] not in window.saved:
+                    window.saved[self.names[index]] = args[index].clone()
+            window.hold(self.attributes)  # Dynamo assigns to them when this has returned
             return self._hand_on(args, results)
 
     def _value(self, role: g.Role, args: Sequence[Any], low: Any) -> Any:
@@ -149,7 +187,7 @@ class StepGraph:
         if kind == "found":
             return self.window.found
         if kind == "saved":
-            return self.window.saved.get(self.sources[role.index], args[role.index])
+            return self.window.saved.get(self.names[role.index], args[role.index])
         return self.constants[role.name]
 
     def _hand_on(self, args: Sequence[Any], results: Sequence[Any]) -> list[Any]:
@@ -171,15 +209,15 @@ class StepGraph:
                 self.window.found = result
         if written:
             torch._foreach_copy_(written, values)
-        self.window.add(parameters, gradients)
+        self.window.add(parameters, gradients, self.owner.parameters())
         return outputs
 
 
 class LowCopies:
     """The low copies of the weights, made once an update; a weight that was changed since is noticed."""
 
-    def __init__(self, weights: fx.GraphModule, indices: Sequence[int]) -> None:
-        self.make, self.indices = weights.forward, indices
+    def __init__(self, make: Callable[..., Any], indices: Sequence[int]) -> None:
+        self.make, self.indices = make, indices
         self.made_for: tuple[Any, ...] = ()
         self.copies: Sequence[Tensor] = ()
 

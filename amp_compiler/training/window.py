@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 
 @dataclass
@@ -18,7 +20,39 @@ class Batch:
     kwargs: Mapping[str, Any]
     targets: Any
     rng: list[Tensor]
-    found: Tensor | None = None  # 1 if a gradient was not finite, in this batch or an earlier one of the window
+    number: int  # in its window, from 0
+    before: Tensor | None  # the window's flag when it came
+    found: Tensor | None = None  # and when it was done
+    versions: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.versions = [t._version for t in self._tensors()]
+
+    def _tensors(self) -> list[Tensor]:
+        return [t for t in pytree.tree_leaves((self.args, self.kwargs, self.targets)) if isinstance(t, Tensor)]
+
+    def changed(self) -> bool:
+        """Were its tensors written to since it came?"""
+        return self.versions != [t._version for t in self._tensors()]
+
+    def copy(self) -> tuple[Any, Any, Any]:
+        """Its contents to run once more; the model may write to them."""
+
+        def own(value: Any) -> Any:
+            return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+        copied: tuple[Any, Any, Any] = pytree.tree_map(own, (self.args, dict(self.kwargs), self.targets))
+        return copied
+
+
+@dataclass(frozen=True)
+class Held:
+    """An attribute, the tensor that it held before the window, and that tensor's value then."""
+
+    holder: dict[str, Any]
+    key: str
+    tensor: Any
+    value: Any
 
 
 @dataclass
@@ -31,27 +65,39 @@ class Window:
     done: int = 0  # micro-batches so far
     scale: Tensor | None = None  # None: no loss scaling
     found: Tensor | None = None
-    saved: dict[str, Tensor] = field(default_factory=dict)  # the model's state before the window, by where it lies
+    #: values before the window of the model's tensors that are written to, by name
+    saved: dict[str, Tensor] = field(default_factory=dict)
+    #: attributes that hold another tensor now and then
+    held: dict[tuple[int, str], Held] = field(default_factory=dict)
     batches: list[Batch] = field(default_factory=list)
 
-    def begin(self, scale: Tensor | None, parameters: Iterable[Tensor]) -> None:
-        """A new window: no gradients yet. Those of the last update stay readable until here."""
-        for parameter in parameters:
-            parameter.grad = None
-        self.number += 1
-        self.done = 0
-        self.saved.clear()
-        self.batches.clear()
-        self.scale = scale
-        self.found = None if scale is None else torch.zeros(1, device=self.device)
+    @contextlib.contextmanager
+    def batch(self, scale: Tensor | None) -> Iterator[None]:
+        """Around one micro-batch. The first begins a new window; one that fails leaves all as it was."""
+        before = dict(self.__dict__)
+        if self.done == 0:
+            self.number += 1
+            self.saved, self.held, self.batches = {}, {}, []
+            self.scale = scale
+            self.found = None if scale is None else torch.zeros(1, device=self.device)
+        try:
+            yield
+        except BaseException:
+            self.__dict__.update(before)
+            raise
+        self._put_back_attributes()
+        self.done += 1
 
-    def add(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Take over the gradients of one micro-batch, unscaled."""
+    def add(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], all_parameters: Iterable[Tensor]) -> None:
+        """Take over the gradients of one micro-batch, unscaled. Those of the last update stay readable until here."""
+        if self.done == 0:
+            for parameter in all_parameters:
+                parameter.grad = None
         sums: list[Tensor] = []
         parts: list[Tensor] = []
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if parameter.grad is None:
-                parameter.grad = gradient
+                parameter.grad = _like(gradient, parameter)
             elif parameter.grad.layout is torch.strided and gradient.layout is torch.strided:
                 sums.append(parameter.grad)
                 parts.append(gradient)
@@ -59,6 +105,50 @@ class Window:
                 parameter.grad = parameter.grad + gradient
         if sums:
             torch._foreach_add_(sums, parts)
+
+    def hold(self, attributes: Iterable[tuple[dict[str, Any], str]]) -> None:
+        """Remember what attributes hold that a micro-batch may assign to."""
+        for holder, key in attributes:
+            if (id(holder), key) not in self.held:
+                tensor = holder.get(key)
+                value = tensor
+                if isinstance(tensor, Tensor) and self.size > 1:  # it may be written to before it is replaced
+                    value = tensor.detach().clone()
+                self.held[id(holder), key] = Held(holder, key, tensor, value)
+
+    def skipped(self) -> Tensor | None:
+        """A bool: was a gradient of this window not finite?"""
+        return None if self.found is None else self.found.ne(0).view(())
+
+    def _put_back_attributes(self) -> None:
+        changed = [h for h in self.held.values() if h.holder.get(h.key) is not h.tensor]
+        bad = self.skipped() if changed else None
+        if bad is None:
+            return
+        for held in changed:
+            old, new = held.value, held.holder.get(held.key)
+            if isinstance(old, Tensor) and isinstance(new, Tensor) and (old.shape, old.dtype) == (new.shape, new.dtype):
+                held.holder[held.key] = torch.where(bad, old, new).detach()
+            elif bool(bad):  # another shape: only the host can choose
+                held.holder[held.key] = old
+
+
+def _like(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """With the parameter's strides, as autograd would leave it: torch's fused optimizers go by memory."""
+    dense = gradient.layout is torch.strided and parameter.layout is torch.strided
+    if not dense or gradient.stride() == parameter.stride():
+        return gradient
+    return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+
+
+def multiply_(tensors: Sequence[Tensor], factor: Any) -> None:
+    """All of them times a number, in place, sparse ones too."""
+    dense = [t for t in tensors if t.layout is torch.strided]
+    if dense:
+        torch._foreach_mul_(dense, factor)
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            tensor.mul_(factor)
 
 
 def rng_state(device: torch.device) -> list[Tensor]:

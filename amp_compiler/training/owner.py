@@ -1,0 +1,59 @@
+"""Whose tensors a training step trains: the model's, and those of a loss function that is a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Owner:
+    """The model, the loss function and the optimizer, as one place to ask for their tensors."""
+
+    def __init__(self, model: nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
+
+    def modules(self) -> Iterator[nn.Module]:
+        yield from self.model.modules()
+        if isinstance(self.loss_fn, nn.Module):
+            yield from self.loss_fn.modules()
+
+    def parameters(self) -> list[Tensor]:
+        """Everything that is trained or gets a gradient, once each."""
+        found: dict[int, Tensor] = {id(p): p for p in self.named_parameters().values() if p.requires_grad}
+        for group in self.optimizer.param_groups:
+            found.update((id(p), p) for p in group["params"])
+        return list(found.values())
+
+    def named_parameters(self) -> dict[str, Tensor]:
+        named: dict[str, Tensor] = dict(self.model.named_parameters())
+        if isinstance(self.loss_fn, nn.Module):
+            named.update((f"loss_fn.{name}", p) for name, p in self.loss_fn.named_parameters())
+        return named
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Buffers by a name that another process gives them too."""
+        named: dict[str, Tensor] = dict(self.model.named_buffers())
+        if isinstance(self.loss_fn, nn.Module):
+            named.update((f"loss_fn.{name}", b) for name, b in self.loss_fn.named_buffers())
+        return named
+
+    def others(self) -> dict[str, Tensor]:
+        """What the optimizer trains beside the modules' own parameters."""
+        own = {id(p) for p in self.named_parameters().values()}
+        return {f"optimizer.{i}": p for i, p in enumerate(self.parameters()) if id(p) not in own}
+
+    def state(self) -> dict[str, Tensor]:
+        """What a forward may write to and is not trained: buffers, and parameters that need no gradient."""
+        frozen = {name: p for name, p in self.named_parameters().items() if not p.requires_grad}
+        return {**self.buffers(), **frozen}
+
+    def attributes(self) -> list[tuple[dict[str, Any], str]]:
+        """(dictionary, key) of every attribute of a module that holds a tensor but no parameter."""
+        found: list[tuple[dict[str, Any], str]] = []
+        for module in self.modules():
+            found += [(module._buffers, key) for key in module._buffers]
+            found += [(module.__dict__, key) for key, value in module.__dict__.items() if isinstance(value, Tensor)]
+        return found
