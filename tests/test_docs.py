@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 MODULES = ["amp_compiler", "amp_compiler.compile", "amp_compiler.ops.names", "amp_compiler.policy",
-           "amp_compiler.profile", "amp_compiler.scopes"]  # fmt: skip
+           "amp_compiler.profile", "amp_compiler.scalers", "amp_compiler.scopes", "amp_compiler.training.step",
+           "amp_compiler.kernels.all_finite", "amp_compiler.kernels.unscale"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -29,6 +29,7 @@ _UNCHANGED = "Nothing was changed."
 
 def collect(step: TrainStep) -> dict[str, Any]:
     """Everything that a run needs to go on bit for bit."""
+    step._owner.look()
     window = step._window
     waiting = window.done > 0
     gradients = {name: p.grad.clone() for name, p in _named(step).items() if p.grad is not None} if waiting else {}
@@ -57,6 +58,7 @@ def collect(step: TrainStep) -> dict[str, Any]:
 
 def restore(step: TrainStep, state: Any) -> None:
     """Check all of ``state`` against the step, then load it."""
+    step._owner.look()
     _check_whole(state)
     _check_classes(step, state["classes"])
     _check_tensors("The model", step.model.state_dict(), state["model"])

@@ -14,6 +14,15 @@ class Owner:
 
     def __init__(self, model: nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
+        self._trained: list[Tensor] = []
+        self.look()
+
+    def look(self) -> None:
+        """Once a call: parameters may have been frozen, added or replaced since the last."""
+        found: dict[int, Tensor] = {id(p): p for p in self.named_parameters().values() if p.requires_grad}
+        for group in self.optimizer.param_groups:
+            found.update((id(p), p) for p in group["params"])
+        self._trained = list(found.values())
 
     def modules(self) -> Iterator[nn.Module]:
         yield from self.model.modules()
@@ -21,11 +30,8 @@ class Owner:
             yield from self.loss_fn.modules()
 
     def parameters(self) -> list[Tensor]:
-        """Everything that is trained or gets a gradient, once each."""
-        found: dict[int, Tensor] = {id(p): p for p in self.named_parameters().values() if p.requires_grad}
-        for group in self.optimizer.param_groups:
-            found.update((id(p), p) for p in group["params"])
-        return list(found.values())
+        """Everything that is trained or gets a gradient, once each, as of the last look."""
+        return self._trained
 
     def named_parameters(self) -> dict[str, Tensor]:
         named: dict[str, Tensor] = dict(self.model.named_parameters())

@@ -18,13 +18,14 @@ from .. import pipeline
 from ..arguments import check_request
 from ..backend import Captured, Options, State
 from ..compile import AmpMethod, AmpModule
-from ..errors import ArgumentError, CaptureError
+from ..errors import ArgumentError, CaptureError, PipelineError, VerifyError
 from ..kernels.all_finite import all_finite
 from ..ops.names import OpLike
 from ..policy import Policy, dtype_name
 from ..report import Report
 from ..scalers import DynamicLossScaler, LossScaler, StaticLossScaler
 from ..update import apply_update
+from ..verify import deep_by_default
 from . import checkpoint
 from .overflow import Circumstances, Overflow, explain
 from .owner import Owner
@@ -177,6 +178,7 @@ class TrainStep:
         if torch.is_inference_mode_enabled():
             raise ArgumentError("A training step was called under torch.inference_mode(): take it out of that region.")
         window = self._window
+        self._owner.look()
         scale = None if self.scaler is None or window.done else self.scaler.scale_on(self._device).clone()
         with window.batch(scale):
             batch = Batch(args, kwargs, targets, rng_state(self._device), window.done, window.found)
@@ -200,14 +202,16 @@ class TrainStep:
 
     def _run(self, args: tuple[Any, ...], kwargs: Any, targets: Any) -> Tensor:
         if self._pieces is None:
-            reason = _needs_autograd(self._owner, (args, kwargs, targets))
+            reason = _needs_autograd(self._owner, (args, kwargs, targets), first=self._whole is None)
             if reason is None:
                 whole = self._whole or self._capture_whole()
                 try:
                     loss: Tensor = whole(args, kwargs, targets)
                     self._whole = whole
                     return loss
-                except CaptureError as error:
+                except (CaptureError, PipelineError, VerifyError) as error:
+                    if deep_by_default() and _is_ours(error):
+                        raise
                     reason = _reason(error)
             return self._start_pieces(reason, args, kwargs, targets)
         return self._pieces(args, kwargs, targets)
@@ -223,7 +227,15 @@ class TrainStep:
         backend = PieceBackend(self.model, self._options, state, self._probe)
         captured = Captured(self._function(mark=False), self.model, self._options, state, backend)
         pieces = Pieces(captured, self._owner, self._window)
-        loss = pieces(args, kwargs, targets)
+        try:
+            loss = pieces(args, kwargs, targets)
+        except RuntimeError as error:
+            if "double backward" not in str(error):
+                raise
+            raise CaptureError(
+                "The model differentiates a gradient (a gradient penalty, autograd.grad with create_graph=True), which "
+                "a compiled graph cannot: keep your own loop for it, with torch.autocast and a DynamicLossScaler."
+            ) from error
         self._pieces, self._state = pieces, state
         state.leave(
             "the training step is not one graph, so it runs in pieces, with backward() and loss scaling outside of "
@@ -255,6 +267,7 @@ class TrainStep:
         if window.found is not None and window.size > 1:  # a sum can be what its parts are not, or was changed by hand
             window.found = torch.maximum(window.found, norm.isfinite().logical_not().to(window.found.dtype))
         result = self._result(loss, norm, updated=True)
+        window.done = 0  # whatever happens below, the next batch begins a new update
         if self.max_grad_norm is not None:
             with torch.no_grad():
                 multiply_(self._gradients(), torch.clamp(self.max_grad_norm / (result.grad_norm + 1e-6), max=1.0))
@@ -264,7 +277,6 @@ class TrainStep:
             apply_update(self.optimizer, window.found)
             assert self.scaler is not None
             self.scaler.adjust(torch.logical_not(result.skipped))
-        window.done = 0
         return result
 
     def _result(self, loss: Tensor, norm: Tensor, *, updated: bool) -> StepResult:
@@ -389,26 +401,36 @@ def _call_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
 
 
-def _needs_autograd(owner: Owner, given: Any) -> str | None:
+def _needs_autograd(owner: Owner, given: Any, *, first: bool) -> str | None:
     """Why gradients must come from autograd itself: something waits for them there."""
     if any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in owner.parameters()):
         return "a parameter has a gradient hook, which only autograd calls"
     for value in pytree.tree_leaves(given):
         if isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:
             return "an input comes from a computation that needs its gradient"
-    for module in owner.modules():
+    for module in owner.modules() if first else ():
         if type(module).__module__.startswith(("torch.nn.parallel", "torch.distributed")):
             return f"{type(module).__name__} exchanges gradients while autograd runs"
     return None
 
 
+def _cause(error: Exception) -> BaseException:
+    cause: BaseException = error.__cause__ or error
+    return getattr(cause, "inner_exception", None) or cause
+
+
 def _reason(error: Exception) -> str:
     """The line of an error that says what stopped the capture."""
-    cause: BaseException = error.__cause__ or error
-    cause = getattr(cause, "inner_exception", None) or cause
+    cause = _cause(error)
     lines = [line.strip() for line in str(cause).strip().splitlines() if line.strip()]
     text = lines[0] if lines else ""
     return text if type(cause).__name__ in ("CaptureError", "Unsupported") else f"{type(cause).__name__}: {text}"
+
+
+def _is_ours(error: Exception) -> bool:
+    """A mistake of this package, as opposed to a model that cannot be one graph."""
+    mistakes = (PipelineError, VerifyError, AttributeError, KeyError, IndexError, NameError, SyntaxError)
+    return isinstance(error, mistakes) or isinstance(_cause(error), mistakes)
 
 
 def _nothing(window: Window, scaler: LossScaler | None) -> str:

@@ -6,7 +6,7 @@ callable that runs all of it at once. Dynamo gets the loss back; the gradients g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,7 +77,8 @@ class WholeStep(Backend):
         if weights is not None:
             steps.weights.run(weights, ctx, self.state.history, graph="weights")
         self.state.pieces.append(Piece(graph, graph_rows(graph, len(self.state.pieces)), cast_totals(joint), joint))
-        run = StepGraph(joint, weights, names, assigned_attributes(), self.owner, self.window, backend)
+        constants = {**dict(forward.named_parameters()), **dict(forward.named_buffers())}
+        run = StepGraph(joint, weights, names, assigned_attributes(), constants, self.owner, self.window, backend)
 
         def call(*args: Any) -> Any:
             return self.probe.run(graph, args) if self.probe.looking else run(args)
@@ -145,6 +146,7 @@ class StepGraph:
         weights: fx.GraphModule | None,
         names: Sequence[str],
         attributes: Sequence[tuple[dict[str, Any], str]],
+        constants: Mapping[str, Tensor],
         owner: Owner,
         window: Window,
         backend: str,
@@ -157,7 +159,7 @@ class StepGraph:
         value = g.tensor_of(tangent)
         assert value is not None
         self.tangent = torch.full(tuple(value.shape), 1 / window.size, dtype=value.dtype, device=value.device)
-        self.constants = {r.name: getattr(joint, r.name) for r in self.inputs if r.kind == "constant"}
+        self.constants = {r.name: constants[r.name] for r in self.inputs if r.kind == "constant"}
         low = [r.index for r in self.inputs if r.kind == "low"]
         self.low = None if weights is None else LowCopies(compile_joint(weights, backend), low)
         self.forward = compile_joint(joint, backend)
@@ -207,9 +209,9 @@ class StepGraph:
                 values.append(result)
             else:
                 self.window.found = result
+        self.window.add(parameters, gradients, self.owner.parameters())
         if written:
             torch._foreach_copy_(written, values)
-        self.window.add(parameters, gradients, self.owner.parameters())
         return outputs
 
 
