@@ -131,8 +131,9 @@ class Role:
 
     Inputs: ``primal`` (an input of the forward, ``index`` its place), ``constant``, ``tangent`` (the loss's gradient),
     ``scale``, ``found`` (1 where an earlier micro-batch was not finite), ``saved`` (primal ``index`` before the
-    update), ``low`` (the low copy of primal ``index``). Outputs: ``mutation`` (the new value of primal ``index``),
-    ``output`` (of the forward), ``gradient`` (of primal ``index``), ``found``.
+    update), ``low`` (the low copy of primal ``index``), ``sum`` (its gradients so far, added to in place).
+    Outputs: ``mutation`` (the new value of primal ``index``), ``output`` (of the forward), ``gradient`` (of primal
+    ``index``), ``found``.
     """
 
     kind: str
@@ -221,6 +222,16 @@ def call(graph: fx.Graph, mode: Any, target: Any, args: tuple[Any, ...], kwargs:
     given, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
     with mode, torch.no_grad():
         node.meta["val"] = target(*given, **named)
+    return node
+
+
+def add_input(graph: fx.Graph, name: str, role: Role, value: torch.Tensor) -> fx.Node:
+    """A new last input of a joint graph. Its target begins as torch's partitioners know the inputs of a backward."""
+    last = [n for n in graph.nodes if n.op == "placeholder"][-1]
+    with graph.inserting_after(last):
+        node = graph.placeholder(f"tangents_{name}")
+    node._rename(name)
+    node.meta.update({"val": value, ROLE: role})
     return node
 
 

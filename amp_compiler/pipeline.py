@@ -4,8 +4,8 @@ capture ─▶ normalize ─▶ mark_dtype_origin ─▶ assign_precision ─▶
            └───────────────────────────── FORWARD ───────────────────────────┘
 autodiff ─▶ fold_casts ─▶ batch_casts ─▶ run
             └──── JOINT / INFERENCE ────┘
-autodiff ─▶ scale_loss ─▶ fold_casts ─▶ hoist_weight_casts ─▶ batch_casts ─▶ run
-            └──────────────── STEP (a whole training step) ───────────────┘
+autodiff ─▶ scale_loss ─▶ fold_casts ─▶ hoist_weight_casts ─▶ batch_casts ─▶ accumulate_ or unscale_in_place ─▶ run
+            └──────────────────────────── STEP (a whole training step) ────────────────────────────┘
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import fx
 from . import graph as g
 from .errors import AmpError, ArgumentError, PipelineError
 from .passes import (
+    accumulate_in_place,
     assign_precision,
     batch_casts,
     fold_casts,
@@ -28,6 +29,7 @@ from .passes import (
     mark_dtype_origin,
     normalize,
     scale_loss,
+    unscale_in_place,
 )
 from .passes.base import Context, Pass
 from .verify import verify
@@ -35,7 +37,10 @@ from .verify import verify
 FORWARD = (normalize.PASS, mark_dtype_origin.PASS, assign_precision.PASS, insert_casts.PASS)
 JOINT = (fold_casts.PASS, batch_casts.PASS)
 INFERENCE = (fold_casts.PASS, batch_casts.PASS)
-STEP = (scale_loss.PASS, fold_casts.PASS, hoist_weight_casts.PASS, batch_casts.PASS)
+STEP = (
+    scale_loss.PASS, fold_casts.PASS, hoist_weight_casts.PASS, batch_casts.PASS, accumulate_in_place.PASS,
+    unscale_in_place.PASS,
+)  # fmt: skip
 WEIGHTS = (batch_casts.PASS,)  # on the graph that makes the low copies of weights, once an update
 
 ALL = {p.name: p for p in (*FORWARD, *JOINT, *INFERENCE, *STEP)}
@@ -115,11 +120,13 @@ class Pipelines:
     weights: Pipeline
 
 
-def build(disable: Iterable[str] = (), backend: str = "eager") -> Pipelines:
+def build(disable: Iterable[str] = (), backend: str = "eager", *, accumulating: bool = True) -> Pipelines:
     """The pipelines, with the named passes switched off."""
     off = frozenset(check_names(disable))
     if backend != "eager":
         off |= {step.name for step in ALL.values() if "eager" in step.requires}
+    if not accumulating:
+        off |= {step.name for step in ALL.values() if "accumulating" in step.requires}
     return Pipelines(
         forward=Pipeline(FORWARD, ("captured",), off),
         joint=Pipeline(JOINT, ("functional", "eager"), off),

@@ -203,7 +203,7 @@ class LossScaler:
                     "update() has nothing to go by: neither step() nor unscale_() has seen gradients since the last "
                     "update(). Call it once after step()."
                 )
-            self._adapt(functools.reduce(torch.maximum, found))
+            self.adapt(functools.reduce(torch.maximum, found))
 
     # ------------------------------------------------------------------------------------------ functional use
 
@@ -235,7 +235,23 @@ class LossScaler:
         if not self._numbers.tensors:
             self._numbers.create(finite.device)
         scale = self._numbers.tensors["scale"]
-        self._adapt(finite.logical_not().reshape(()).to(scale.device, torch.float32, non_blocking=True))
+        self.adapt(finite.logical_not().reshape(()).to(scale.device, torch.float32, non_blocking=True))
+
+    def adapt(self, found: Tensor) -> None:
+        """``adjust`` for a flag as torch's optimizers take it: 1.0 if a gradient was not finite, else 0.0, a fp32
+        tensor of no dimensions on the scale's device."""
+        if not self._numbers.tensors:
+            self._numbers.create(found.device)
+        scale, stuck = self._numbers.tensors["scale"], self._numbers.tensors["stuck"]
+        if scale.device.type == "cpu":  # the host may look at these without waiting for anything
+            count = stuck.numpy()
+            count[...] = (count + 1) * found.numpy() * (scale.numpy() <= self._floor)
+        else:
+            stuck.add_(1).mul_(found).mul_(scale <= self._floor)
+        self._rescale(scale, found)
+        self._end_iteration()
+        if scale.device.type == "cpu":
+            self._look(4)
 
     def scale_on(self, device: torch.device | str | int) -> Tensor:
         """The scale on a device: a fp32 tensor of no dimensions that follows every later change. Not to be written."""
@@ -315,15 +331,6 @@ class LossScaler:
                 raise ArgumentError(f"A torch.optim.Optimizer is needed here, not {type(optimizer).__name__}.")
             use = self._uses[id(optimizer)] = _Use(optimizer)
         return use
-
-    def _adapt(self, found: Tensor) -> None:
-        """One update with the flag, which is 0.0 or 1.0 on the scale's device."""
-        scale, stuck = self._numbers.tensors["scale"], self._numbers.tensors["stuck"]
-        stuck.add_(1).mul_(found).mul_(scale <= self._floor)
-        self._rescale(scale, found)
-        self._end_iteration()
-        if scale.device.type == "cpu":
-            self._look(4)
 
     def _end_iteration(self) -> None:
         self._uses = {}

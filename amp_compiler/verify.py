@@ -264,6 +264,34 @@ def _is_zero(node: fx.Node) -> bool:
     return filled or name in ("zeros", "zeros_like", "new_zeros")
 
 
+def _in_place(gm: fx.GraphModule, ctx: Any, where: str) -> None:
+    """What is unscaled in place is each gradient, once, and no memory that anything else holds."""
+    op = next((n for n in gm.graph.nodes if g.op_name(n) == "amp::unscale_"), None)
+    if op is None:
+        return
+    own = pytree.tree_leaves(op.args[0])
+    classes = g.alias_classes(gm.graph)
+    gradients = [n for role, n in zip(gm.meta[g.ROLE], _results(gm), strict=True) if role.kind == "gradient"]
+    if own != gradients:
+        _fail(where, op, f"unscales {own}, and the gradients are {gradients}.")
+    others = [n for n in gm.graph.nodes if n.op == "placeholder" and n is not op]
+    others += [n for role, n in zip(gm.meta[g.ROLE], _results(gm), strict=True) if role.kind != "gradient"]
+    held = [classes[n] for n in (*own, *others)]
+    for node in own:
+        if held.count(classes[node]) > 1:
+            _fail(where, node, "is unscaled in place and shares its memory with another input or output.")
+
+
+def _accumulated(gm: fx.GraphModule, ctx: Any, where: str) -> None:
+    """Each sum is added to once, by a gradient times the inverse of the scale."""
+    for node in gm.graph.nodes:
+        if node.op != "placeholder" or node.meta[g.ROLE].kind != "sum":
+            continue
+        writes = [u for u in node.users if "self" in g.mutated_args(u) and u.args[0] is node]
+        if len(writes) != 1 or g.op_name(writes[0].args[2]) != "reciprocal":
+            _fail(where, node, f"is a sum of gradients that {len(writes)} ops write to, or not unscaled.")
+
+
 def _hoisted(gm: fx.GraphModule, ctx: Any, where: str) -> None:
     """No cast of a parameter is left in the graph that runs for every micro-batch."""
     frozen = g.written_nodes(gm.graph) | g.output_nodes(gm.graph)
@@ -286,6 +314,8 @@ CHECKS: Mapping[str, Callable[[fx.GraphModule, Any, str], None]] = {
     "step": _step,
     "scaled": _scaled,
     "hoisted": _hoisted,
+    "in_place": _in_place,
+    "accumulated": _accumulated,
     "folded": _folded,
     "batched": _folded,
 }

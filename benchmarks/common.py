@@ -20,6 +20,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # read when torch is loaded; the
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -32,10 +33,12 @@ __all__ = [
     "NETWORKS",
     "BertLike",
     "LlamaLike",
+    "NineLayers",
     "console",
     "interleave",
     "machine",
     "ms",
+    "peak_memory",
     "print_header",
     "print_table",
     "spread",
@@ -43,6 +46,7 @@ __all__ = [
 ]
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_MEASURED = "measured step"  # a mark in the profiler's record
 # Where the output is a file or a pipe, rich would fold the tables to 80 columns.
 console = Console(width=None if sys.stdout.isatty() else 160)
 
@@ -94,6 +98,57 @@ def interleave(cases: Mapping[str, Callable[[], float]], rounds: int) -> dict[st
             gc.collect()
             samples[name].append(cases[name]())
     return samples
+
+
+def peak_memory(step: Callable[[], object], rest: Callable[[], object] = lambda: None) -> int:
+    """The most bytes that a step holds at one time, beyond what was there before this call.
+
+    The step runs twice, with `rest` in between, and the second run is measured: what the first one left behind counts.
+    A free counts only if its memory was taken here. (Of older memory the profiler sees some frees and not others, and
+    torch warns once.) It is torch's own memory, without what oneDNN and MKL take for themselves.
+
+    >>> held = [torch.empty(1 << 18)]
+    >>> def step():
+    ...     held[0] = torch.empty(1 << 18)  # 1 MiB, made while the old one is still there
+    ...     torch.empty(1 << 19)  # 2 MiB more, not kept
+    >>> [peak_memory(step) >> 20 for _ in range(3)]
+    [3, 3, 3]
+    """
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+        rest()
+        with torch.profiler.record_function(_MEASURED):
+            step()
+    assert profile.profiler is not None
+    assert profile.profiler.kineto_results is not None
+    events = profile.profiler.kineto_results.experimental_event_tree()
+    for event in events:  # grows: a walk over the whole tree
+        events.extend(event.children)
+    events.sort(key=lambda event: event.start_time_ns)
+    live: dict[int, int] = {}
+    peak, measuring = 0, False
+    for event in events:
+        measuring |= event.name == _MEASURED
+        if event.tag == torch._C._profiler._EventType.Allocation:
+            size, address = event.extra_fields.alloc_size, event.extra_fields.ptr
+            if size > 0:
+                live[address] = size
+            else:
+                live.pop(address, None)
+            if measuring and size > 0:
+                peak = max(peak, sum(live.values()))
+    return peak
+
+
+class NineLayers(nn.Module):
+    """Nine linear layers in a row, as in Paddle's guide to mixed precision."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linears = nn.Sequential(*(nn.Linear(width, width) for _ in range(9)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linears(x)
 
 
 def ms(seconds: float) -> str:

@@ -2,8 +2,10 @@
 
     unscale(Tensor[] grads, Tensor inv_scale, Tensor found) -> (Tensor[] unscaled, Tensor found_out)
 
-The op is functional, for graphs: it writes none of its inputs and its outputs share no memory with them.
-``unscale_`` is the twin for loops, which writes gradients and flag in place.
+    unscale_(Tensor(a!)[] grads, Tensor inv_scale, Tensor found) -> Tensor
+
+The first is functional: it writes none of its inputs and its outputs share no memory with them. The second writes the
+gradients where they are. The function ``unscale_`` is for loops, and writes the flag in place too.
 
 ``found`` is fp32 with one element, 0.0 or 1.0, as torch's optimizers and ``torch._amp_update_scale_`` take it;
 found_out is 1.0 if it was so before or if a gradient, before it was unscaled, holds a number that is not finite.
@@ -26,6 +28,7 @@ _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.comp
 
 _LIBRARY = torch.library.Library("amp", "FRAGMENT")
 _LIBRARY.define("unscale(Tensor[] grads, Tensor inv_scale, Tensor found) -> (Tensor[] unscaled, Tensor found_out)")
+_LIBRARY.define("unscale_(Tensor(a!)[] grads, Tensor inv_scale, Tensor found) -> Tensor")
 
 
 def unscale(grads: Sequence[Tensor], inv_scale: Tensor, found: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -95,9 +98,17 @@ def _unscale(grads: list[Tensor], inv_scale: Tensor, found: Tensor) -> tuple[lis
     return copies, found
 
 
+def _unscale_(grads: list[Tensor], inv_scale: Tensor, found: Tensor) -> Tensor:
+    found = found.clone()
+    unscale_(grads, inv_scale, found)
+    return found
+
+
 def _fake(grads: list[Tensor], inv_scale: Tensor, found: Tensor) -> tuple[list[Tensor], Tensor]:
     return [torch.empty_like(grad, dtype=_WIDE.get(grad.dtype, grad.dtype)) for grad in grads], torch.empty_like(found)
 
 
 _LIBRARY.impl("unscale", _unscale, "CompositeExplicitAutograd")
 torch.library.register_fake("amp::unscale", _fake, lib=_LIBRARY)
+_LIBRARY.impl("unscale_", _unscale_, "CompositeExplicitAutograd")
+torch.library.register_fake("amp::unscale_", lambda grads, inv_scale, found: torch.empty_like(found), lib=_LIBRARY)

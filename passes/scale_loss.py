@@ -40,8 +40,8 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
     with mode:
         one = torch.empty((), dtype=torch.float32, device=of_loss.device)
         flag = torch.empty(1, dtype=torch.float32, device=of_loss.device)
-    scale = _add_input(graph, "scale", g.Role("scale"), one)
-    found = _add_input(graph, "found", g.Role("found"), flag)
+    scale = g.add_input(graph, "scale", g.Role("scale"), one)
+    found = g.add_input(graph, "found", g.Role("found"), flag)
 
     def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return g.call(graph, mode, target, args, kwargs)
@@ -71,7 +71,7 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
             skipped = call(aten.view.default, call(aten.ne.Scalar, found_now, 0), [])
         for role in gm.meta[g.RESTORED]:
             primal, place = inputs[g.Role("primal", role.index)], roles.index(role)
-            saved = _add_input(graph, f"saved_{primal.name}", g.Role("saved", role.index), _value(primal))
+            saved = g.add_input(graph, f"saved_{primal.name}", g.Role("saved", role.index), _value(primal))
             results[place] = call(aten.where.self, skipped, saved, results[place])
     last.args = ((*results, found_now),)
     gm.meta[g.ROLE] = (*roles, g.Role("found"))
@@ -90,16 +90,6 @@ def _computed(gradient: fx.Node) -> fx.Node:
     """The gradient in the dtype that it was computed in: ``amp::unscale`` widens what it reads."""
     widened = g.is_float_cast(gradient) and _value(gradient).dtype == torch.float32
     return g.cast_source(gradient) if widened and _value(g.cast_source(gradient)).dtype in g.LOW_DTYPES else gradient
-
-
-def _add_input(graph: fx.Graph, name: str, role: g.Role, value: torch.Tensor) -> fx.Node:
-    """A new last input. The name begins as torch's partitioners know the inputs of a backward."""
-    last = [n for n in graph.nodes if n.op == "placeholder"][-1]
-    with graph.inserting_after(last):
-        node = graph.placeholder(f"tangents_{name}")
-    node._rename(name)
-    node.meta.update({"val": value, g.ROLE: role})
-    return node
 
 
 PASS = Pass("scale_loss", Dialect.FUNCTIONAL, requires=("functional", "step"), ensures=("scaled",), run=run)

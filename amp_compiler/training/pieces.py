@@ -49,6 +49,8 @@ class Pieces:
         kept = self._copies(state)
         window.saved = {**kept, **window.saved}
         window.hold(self.owner.attributes())
+        if window.done == 0:
+            window.release(parameters)
         before = [p.grad for p in parameters]
         try:
             for parameter in parameters:
@@ -77,7 +79,7 @@ class Pieces:
                 assert bad is not None
                 for name in self.written & window.saved.keys():
                     state[name].copy_(torch.where(bad, window.saved[name], state[name]))
-            window.add([p for p, _ in new], gradients, parameters)
+            window.add([p for p, _ in new], gradients)
         return loss.detach()
 
     def _copies(self, state: dict[str, Tensor]) -> dict[str, Tensor]:

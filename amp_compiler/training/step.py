@@ -264,7 +264,7 @@ class TrainStep:
     def _update(self, loss: Tensor) -> StepResult:
         window = self._window
         norm = self._norm()
-        if window.found is not None and window.size > 1:  # a sum can be what its parts are not, or was changed by hand
+        if window.found is not None and window.size > 1:  # a sum may have been changed by hand since it was looked at
             window.found = torch.maximum(window.found, norm.isfinite().logical_not().to(window.found.dtype))
         result = self._result(loss, norm, updated=True)
         window.done = 0  # whatever happens below, the next batch begins a new update
@@ -276,7 +276,7 @@ class TrainStep:
         else:
             apply_update(self.optimizer, window.found)
             assert self.scaler is not None
-            self.scaler.adjust(torch.logical_not(result.skipped))
+            self.scaler.adapt(window.found.view(()))
         return result
 
     def _result(self, loss: Tensor, norm: Tensor, *, updated: bool) -> StepResult:

@@ -66,9 +66,7 @@ class WholeStep(Backend):
         off = list(self.options.disable_passes)
         if self.window.scale is None:
             off.append("scale_loss")
-        if self.window.size == 1:
-            off.append("hoist_weight_casts")
-        steps = pipeline.build(off, backend)
+        steps = pipeline.build(off, backend, accumulating=self.window.size > 1)
         ctx = Context(self.options.policy, self.options.keep_output_dtypes)
         steps.step.run(joint, ctx, self.state.history, graph="joint")
         if self.window.scale is None:
@@ -154,6 +152,7 @@ class StepGraph:
         self.names, self.attributes, self.owner, self.window = names, attributes, owner, window
         self.inputs: list[g.Role] = [n.meta[g.ROLE] for n in joint.graph.nodes if n.op == "placeholder"]
         self.outputs: tuple[g.Role, ...] = joint.meta[g.ROLE]
+        self.sums = [role.index for role in self.inputs if role.kind == "sum"]
         self.restored = [role.index for role in joint.meta[g.RESTORED]]
         (tangent,) = [n for n in joint.graph.nodes if n.op == "placeholder" and n.meta[g.ROLE].kind == "tangent"]
         value = g.tensor_of(tangent)
@@ -167,6 +166,9 @@ class StepGraph:
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         window = self.window
         with torch.no_grad(), torch._C._DisableAutocast():
+            if window.done == 0:
+                window.release(self.owner.parameters())
+            window.begin_sums([args[index] for index in self.sums])
             low = iter(self.low.of(args, window.number) if self.low is not None else ())
             values = [self._value(role, args, low) for role in self.inputs]
             results = self.forward(*values)
@@ -182,6 +184,8 @@ class StepGraph:
             return args[role.index]
         if kind == "low":
             return next(low)
+        if kind == "sum":
+            return args[role.index].grad
         if kind == "tangent":
             return self.tangent
         if kind == "scale":
@@ -209,7 +213,7 @@ class StepGraph:
                 values.append(result)
             else:
                 self.window.found = result
-        self.window.add(parameters, gradients, self.owner.parameters())
+        self.window.add(parameters, gradients)
         if written:
             torch._foreach_copy_(written, values)
         return outputs
@@ -227,9 +231,7 @@ class LowCopies:
         sources = [args[index] for index in self.indices]
         now = (number, [(s._version, s.data_ptr()) for s in sources])
         if now != self.made_for:
+            self.copies = ()  # the old ones go before the new ones come
             self.copies = self.make(*sources)
             self.made_for = now
         return self.copies
-
-    def drop(self) -> None:
-        self.made_for, self.copies = (), ()

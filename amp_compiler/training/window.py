@@ -71,28 +71,46 @@ class Window:
     held: dict[tuple[int, str], Held] = field(default_factory=dict)
     batches: list[Batch] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.adding = False  # in place, into the sums
+        self.no_overflow = torch.zeros(1, device=self.device)  # never written to
+
     @contextlib.contextmanager
     def batch(self, scale: Tensor | None) -> Iterator[None]:
         """Around one micro-batch. The first begins a new window; one that fails leaves all as it was."""
-        before = dict(self.__dict__)
+        before = {name: value for name, value in self.__dict__.items() if name != "adding"}
         if self.done == 0:
             self.number += 1
             self.saved, self.held, self.batches = {}, {}, []
             self.scale = scale
-            self.found = None if scale is None else torch.zeros(1, device=self.device)
+            self.found = None if scale is None else self.no_overflow
         try:
             yield
         except BaseException:
             self.__dict__.update(before)
+            if self.adding:  # the sums hold a part of this batch
+                self.done, self.adding = 0, False
             raise
+        self.adding = False
         self._put_back_attributes()
         self.done += 1
 
-    def add(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], all_parameters: Iterable[Tensor]) -> None:
-        """Take over the gradients of one micro-batch, unscaled. Those of the last update stay readable until here."""
-        if self.done == 0:
-            for parameter in all_parameters:
-                parameter.grad = None
+    def release(self, parameters: Iterable[Tensor]) -> None:
+        """Let go of the gradients of the last update, before the first batch of the next makes new ones."""
+        for parameter in parameters:
+            parameter.grad = None
+
+    def begin_sums(self, parameters: Sequence[Tensor]) -> None:
+        """A gradient to add to for each of the parameters that has none."""
+        self.adding = bool(parameters)
+        new = [p for p in parameters if p.grad is None]
+        for parameter in new:
+            parameter.grad = torch.empty_like(parameter)
+        if new:
+            torch._foreach_zero_([p.grad for p in new if p.grad is not None])
+
+    def add(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Take over the gradients of one micro-batch, unscaled."""
         sums: list[Tensor] = []
         parts: list[Tensor] = []
         for parameter, gradient in zip(parameters, gradients, strict=True):

@@ -11,7 +11,7 @@ from torch.func import vmap
 from torch.utils.checkpoint import checkpoint
 
 from amp_compiler import amp_compile
-from helpers import BF16, F16
+from helpers import BF16, F16, in_turn
 
 
 class Masked(nn.Module):
@@ -59,10 +59,13 @@ class Scan(nn.Module):
         return associative_scan(step, (decay, new), dim=0, combine_mode="generic")[1]
 
 
-@pytest.mark.parametrize("make", [Masked, PerRow, lambda: PerRow(recompute=True), Scan])
-@pytest.mark.parametrize(("level", "dtype"), [("auto", BF16), ("O2", F16)])
-def test_outputs_and_gradients(make: Any, level: str, dtype: torch.dtype) -> None:
+MODELS = (Masked, PerRow, lambda: PerRow(recompute=True), Scan)
+
+
+@pytest.mark.parametrize(("make", "way"), in_turn(MODELS, (("auto", BF16), ("O2", F16))))
+def test_outputs_and_gradients(make: Any, way: tuple[str, torch.dtype]) -> None:
     torch.manual_seed(0)
+    level, dtype = way
     model, x = make(), torch.randn(6, 8)
     compiled = amp_compile(model, level, dtype=dtype, backend="eager")
 

@@ -1,40 +1,23 @@
 """Casts that really run, forward and backward, against torch.autocast in the same process.
 
 A cast is any write of float values to memory in another float dtype, whatever op does it
-(``amp_compiler.profile``). Each side runs once before it is counted.
+(``amp_compiler.profile``). Each side runs once before it is counted. That no network casts more often than autocast
+at the same precisions is tested where their bits are compared (test_autocast_parity.py).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from amp_compiler import Policy, amp_compile
-from amp_compiler.profile import CastCount, count_casts
+from amp_compiler import amp_compile
+from amp_compiler.profile import CastCount
+from helpers import training_casts
 from networks import NETWORKS, BertLike
 
 BF16 = torch.bfloat16
-
-
-def training_casts(run: Callable[..., Tensor], model: nn.Module, args: tuple[Tensor, ...]) -> CastCount:
-    """Casts of a second forward and backward. The gradient that comes in has the output's dtype, as from a
-    loss, so that no cast of the test's own is counted."""
-    tangent: list[Tensor] = []
-
-    def step() -> None:
-        for tensor in (*model.parameters(), *args):
-            tensor.grad = None
-        out = run(*args)
-        if not tangent:
-            tangent.append(torch.ones_like(out))
-        out.backward(tangent[0])
-
-    step()
-    return count_casts(step)
 
 
 def autocast_casts(model: nn.Module, args: tuple[Tensor, ...]) -> CastCount:
@@ -45,20 +28,7 @@ def autocast_casts(model: nn.Module, args: tuple[Tensor, ...]) -> CastCount:
             out: Tensor = twin(*inputs)
         return out
 
-    # with mkldnn autocast runs one fused LSTM, another algorithm (DESIGN §2)
-    with torch.backends.mkldnn.flags(enabled=not any(isinstance(m, nn.LSTM) for m in model.modules())):
-        return training_casts(run, twin, args)
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_never_more_than_autocast_at_the_same_precisions(name: str) -> None:
-    torch._dynamo.reset()
-    model, args = NETWORKS[name]()
-    theirs = autocast_casts(model, args)
-    fast = amp_compile(model, policy=Policy.torch("cpu", BF16), backend="eager", keep_output_dtypes=False)
-    ours = training_casts(fast, model, args)
-    assert ours.number <= theirs.number, f"{ours} against {theirs}"
-    assert ours.bytes <= theirs.bytes, f"{ours} against {theirs}"
+    return training_casts(run, twin, args)
 
 
 def test_bert_at_O2_casts_much_less_than_autocast() -> None:

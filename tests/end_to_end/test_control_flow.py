@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from amp_compiler import AmpModule, AmpWarning, Policy, amp_compile
-from helpers import BF16, F16, F32, ExportMixed
+from helpers import BF16, F16, F32, ExportMixed, in_turn
 
 aten: Any = torch.ops.aten
 #: roundings on the longest way through the programs of this file: about eight ops, each rounding inputs, weights and
@@ -147,6 +147,10 @@ def check(
         whole(fast)
 
 
+#: what ``check`` compares with, for tests whose cases take turns: each needs a compilation of its own
+PEERS = ("autocast", "fp32")
+
+
 def floats(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
@@ -193,10 +197,10 @@ CHECKPOINTS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
-def test_checkpoint(name: str) -> None:
-    levels = () if "nested" in name else (("O2", F16),)  # where bits are compared with autocast's, bounds add little
-    check(CHECKPOINTS[name](), (floats(5, 8),), levels=levels)
+@pytest.mark.parametrize(("name", "peer"), in_turn(tuple(CHECKPOINTS), PEERS))
+def test_checkpoint(name: str, peer: str) -> None:
+    levels = () if peer == "autocast" else (("O2", F16),)
+    check(CHECKPOINTS[name](), (floats(5, 8),), levels=levels, autocast=peer == "autocast")
 
 
 def test_checkpoint_in_eval_without_gradients() -> None:
@@ -456,10 +460,12 @@ FUNCTIONS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_custom_function(name: str) -> None:
-    # custom_fwd casts under a real autocast only, and there is none when a model is captured
-    check(FUNCTIONS[name](), (floats(5, 8),), levels=(("O3", BF16),), autocast="custom_fwd" not in name)
+@pytest.mark.parametrize(("name", "peer"), in_turn(tuple(FUNCTIONS), PEERS))
+def test_custom_function(name: str, peer: str) -> None:
+    if "custom_fwd" in name and peer == "autocast":
+        pytest.skip("custom_fwd casts under a real autocast only, and there is none when a model is captured")
+    levels = () if peer == "autocast" else (("O3", BF16),)
+    check(FUNCTIONS[name](), (floats(5, 8),), levels=levels, autocast=peer == "autocast")
 
 
 def test_custom_function_keeps_fp32_inside() -> None:
@@ -557,7 +563,8 @@ def test_recurrent(name: str) -> None:
     # torch's C++ cell multiplies by a view of weight_hr, which autocast casts anew in each step; the decomposition
     # that makes it differentiable uses the weight itself
     projected = name == "lstm with a projection"
-    check(make(), args, levels=(("O2", F16),), roundings=2 * ROUNDINGS, mkldnn=False, autocast=not projected)
+    levels = (("O2", F16),) if projected else ()  # one of the two comparisons for each
+    check(make(), args, levels=levels, roundings=2 * ROUNDINGS, mkldnn=False, autocast=not projected)
 
 
 def test_dropout_between_two_recurrent_layers() -> None:
@@ -641,17 +648,22 @@ def slow_path() -> Iterator[None]:
 
 @pytest.mark.usefixtures("slow_path")
 @pytest.mark.parametrize(
-    ("masks", "weights", "train"),
-    [
-        ("bool padding", True, False),
-        ("float mask", False, True),
-        ("both, bool", True, True),
-        ("both, float", False, False),
-    ],
+    ("case", "peer"),
+    in_turn(
+        (
+            ("bool padding", True, False),
+            ("float mask", False, True),
+            ("both, bool", True, True),
+            ("both, float", False, False),
+        ),
+        PEERS,
+    ),
 )
-def test_multihead_attention(masks: str, weights: bool, train: bool) -> None:
-    levels = (("O2", F16),) if train else (("auto", F16),)
-    check(SelfAttention(weights).train(train), (floats(2, 5, 16), *MASKS[masks]), levels=levels, train=train)
+def test_multihead_attention(case: tuple[str, bool, bool], peer: str) -> None:
+    masks, weights, train = case
+    levels = () if peer == "autocast" else (("O2", F16),) if train else (("auto", F16),)
+    args = (floats(2, 5, 16), *MASKS[masks])
+    check(SelfAttention(weights).train(train), args, levels=levels, train=train, autocast=peer == "autocast")
 
 
 def test_encoder_layer_in_training() -> None:
@@ -700,12 +712,12 @@ TABLES: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_embedding(name: str) -> None:
+@pytest.mark.parametrize(("name", "peer"), in_turn(tuple(TABLES), PEERS))
+def test_embedding(name: str, peer: str) -> None:
     """Gradients are sparse where the model's are, and fp32."""
     make, args = TABLES[name]
     torch.manual_seed(0)
-    check(Looked(make()), args, levels=(("O3", F16),))
+    check(Looked(make()), args, levels=() if peer == "autocast" else (("O3", F16),), autocast=peer == "autocast")
 
 
 # -------------------------------------------------------------------------------------------- the export front end

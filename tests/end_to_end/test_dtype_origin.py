@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from amp_compiler import AmpWarning, Policy, amp_compile, precision
 from amp_compiler import graph as g
 from amp_compiler.capture import twin
-from helpers import BF16, F16, F32, LOW, ExportMixed, casts, ops
+from helpers import BF16, F16, F32, LOW, ExportMixed, casts, in_turn, ops
 from networks import RMSNorm
 
 
@@ -97,9 +97,10 @@ def test_the_norm_of_a_llama(capture: Any) -> None:
     assert notes == []
 
 
-@FRONT_ENDS
-@pytest.mark.parametrize("step", [normalized, masked, filled, conditional, as_another, constant])
-@pytest.mark.parametrize("dtype", LOW)
+STEPS = (normalized, masked, filled, conditional, as_another, constant)
+
+
+@pytest.mark.parametrize(("capture", "step", "dtype"), in_turn((through_dynamo, through_export), STEPS, LOW))
 def test_as_the_low_model_would_do_it(capture: Any, step: Any, dtype: torch.dtype) -> None:
     """At O2 each op has the precision that it has in the model as torch runs it in the low dtype, up to rounding."""
     model, x = Program(step), torch.randn(6, 8)
@@ -181,9 +182,9 @@ def test_limits_are_those_of_the_dtype(capture: Any, dtype: torch.dtype) -> None
     assert run(torch.randn(4, 8)).isfinite().all()
 
 
-@FRONT_ENDS
-@pytest.mark.parametrize("level", ["O1", "auto", "O2", "O3"])
-@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize(
+    ("capture", "level", "dtype"), in_turn((through_dynamo, through_export), ("O1", "auto", "O2", "O3"), LOW)
+)
 def test_attention_masks_are_finite(capture: Any, level: str, dtype: torch.dtype) -> None:
     """A row that is masked whole gives NaN where the limit turns to -inf."""
 
@@ -445,15 +446,29 @@ class Random(nn.Module):
         return values[-1] + values[-2]
 
 
-@settings(max_examples=25)
-@given(
+any_program = given(
     st.lists(LINES, min_size=1, max_size=8),
     st.sampled_from(LOW),
     st.sampled_from([through_dynamo, through_export]),
 )  # fmt: skip
+
+
+@settings(max_examples=9)
+@any_program
 def test_elementwise_programs_at_o2_are_the_low_model_bit_by_bit(
     lines: list[tuple[str, int, int]], dtype: torch.dtype, capture: Any
 ) -> None:
+    check_program(lines, dtype, capture)
+
+
+@pytest.mark.zoo
+@settings(max_examples=25)
+@any_program
+def test_more_elementwise_programs(lines: list[tuple[str, int, int]], dtype: torch.dtype, capture: Any) -> None:
+    check_program(lines, dtype, capture)
+
+
+def check_program(lines: list[tuple[str, int, int]], dtype: torch.dtype, capture: Any) -> None:
     """At O2 elementwise ops are low, so the program is what torch computes in the low dtype: the same explicit casts
     in fp32, the same casts back, the same promotions."""
     torch._dynamo.reset()

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from amp_compiler import AmpModule, AmpWarning, Policy, amp_compile, constants, decisions, memory, pipeline, precision
 from amp_compiler import compile as compile_
 from amp_compiler import graph as g
+from amp_compiler.backend import Captured
 from amp_compiler.capture import autodiff, dynamo, export, lower, twin
 from amp_compiler.errors import VerifyError
 from amp_compiler.graph import Decision, Mode
@@ -88,7 +89,7 @@ def rewritten(
     """A function after the forward passes, without Dynamo; with ``torch_lists`` as torch.autocast would run it."""
     gm = pre_dispatch(fn, *inputs, parameters=parameters)
     policy = Policy.torch("cpu", dtype) if torch_lists else Policy(level, dtype)
-    pipeline.build()[0].run(gm, context(policy=policy, keep=not torch_lists), [], graph="forward")
+    pipeline.build().forward.run(gm, context(policy=policy, keep=not torch_lists), [], graph="forward")
     return gm
 
 
@@ -516,7 +517,7 @@ def half_region() -> None:
     assert precisions(gm, "linear", "mm", "mul") == [BF16, F16, BF16]
 
 
-@trap("called inside the user's autocast", becomes(AmpModule, "_no_autocast", lambda self: contextlib.nullcontext()))
+@trap("called inside the user's autocast", becomes(Captured, "_no_autocast", lambda self: contextlib.nullcontext()))
 def users_autocast() -> None:
     model, x = nn.Linear(4, 4), normal(4, 4)
     with torch.autocast("cpu", dtype=BF16):
@@ -676,7 +677,7 @@ def in_a_scope(x: Tensor) -> Tensor:
 
 @trap("not captured: a graph break before any op", gives(compile_.State, "missed"), fn=at_once)
 @trap("not captured: a graph break in a scope", gives(dynamo.Tally, "skipped_since"), fn=in_a_scope)
-@trap("not captured: the whole model", gives(AmpModule, "_nothing_captured"), fn=lambda x: opaque(None, x))
+@trap("not captured: the whole model", gives(Captured, "_nothing_captured"), fn=lambda x: opaque(None, x))
 def not_captured(fn: Any) -> None:
     fast, x = compiled(fn), normal(4, 4)
     assert torch.equal(fast(x), fn(x))

@@ -708,22 +708,44 @@ def expected_of(text: str, train: bool) -> dict[str, Any]:
         return reject()
 
 
-@settings(common, max_examples=40)
-@given(programs(), st.sampled_from(LEVELS), st.sampled_from([BF16, F16]))
-def test_random_writes_through_the_forward_passes(text: str, level: str, dtype: torch.dtype) -> None:
+def through_the_passes(text: str, level: str, dtype: torch.dtype) -> None:
     expected = expected_of(text, train=False)
     gm = rewritten(function(text), tuple(inputs(False).values()), level, dtype)
     assert_equal(observe(gm, train=False), expected)
 
 
-@settings(common, max_examples=12)
-@given(programs(), st.sampled_from(LEVELS), st.sampled_from([BF16, F16]), st.booleans())
-def test_random_writes_through_amp_compile(text: str, level: str, dtype: torch.dtype, train: bool) -> None:
+def through_amp_compile(text: str, level: str, dtype: torch.dtype, train: bool) -> None:
     expected = expected_of(text, train)
     torch._dynamo.reset()
     fast = amp_compile(function(text), level, dtype=dtype, backend="eager")
     assert_equal(observe(fast, train), expected)
     assert fast.report().by_precision[LOW[dtype]] > 0
+
+
+@settings(common, max_examples=20)
+@given(programs(), st.sampled_from(LEVELS), st.sampled_from([BF16, F16]))
+def test_random_writes_through_the_forward_passes(text: str, level: str, dtype: torch.dtype) -> None:
+    through_the_passes(text, level, dtype)
+
+
+@pytest.mark.zoo
+@settings(common, max_examples=40)
+@given(programs(), st.sampled_from(LEVELS), st.sampled_from([BF16, F16]))
+def test_more_random_writes_through_the_forward_passes(text: str, level: str, dtype: torch.dtype) -> None:
+    through_the_passes(text, level, dtype)
+
+
+@settings(common, max_examples=6)
+@given(programs(), st.sampled_from(LEVELS), st.sampled_from([BF16, F16]), st.booleans())
+def test_random_writes_through_amp_compile(text: str, level: str, dtype: torch.dtype, train: bool) -> None:
+    through_amp_compile(text, level, dtype, train)
+
+
+@pytest.mark.zoo
+@settings(common, max_examples=12)
+@given(programs(), st.sampled_from(LEVELS), st.sampled_from([BF16, F16]), st.booleans())
+def test_more_random_writes_through_amp_compile(text: str, level: str, dtype: torch.dtype, train: bool) -> None:
+    through_amp_compile(text, level, dtype, train)
 
 
 # --------------------------------------------------------------------------------------------------- kinds of state

@@ -5,9 +5,10 @@ grown line by line, and a line that torch refuses in fp32 is thrown away: what i
 the only kind that can be captured. All outputs and all gradients must agree (NaN equals NaN), or both raise.
 
 Going through Dynamo costs about ten times as much as all the rest, and Dynamo is not what is tested here. So
-300 programs are traced by ``fx.symbolic_trace`` into a graph of torch functions, which is what Dynamo hands to
+most programs are traced by ``fx.symbolic_trace`` into a graph of torch functions, which is what Dynamo hands to
 a backend, and go to the very backend object that ``amp_compile`` gives to Dynamo, under a ``TracingContext``
-as Dynamo makes one. Another 40 go the whole way, through ``amp_compile``.
+as Dynamo makes one. Some go the whole way, through ``amp_compile``. The marker ``zoo`` has three times as many, other
+ones.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from torch._subclasses import FakeTensorMode
 
 from amp_compiler import AmpWarning, Policy, amp_compile
 from amp_compiler.backend import Backend, Options, State
+from helpers import in_turn
 
 LEAVES = ("x", "y", "t", "u", "w", "b", "k", "c", "s", "z", "q", "ids", "mask", "tiny")
 
@@ -286,8 +288,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "dtype"), in_turn(tuple(CASES), (torch.bfloat16, torch.float16)))
 def test_case(case: str, dtype: torch.dtype) -> None:
     lines = CASES[case]
     names = [line.split(" = ")[0] for line in lines]
@@ -295,21 +296,45 @@ def test_case(case: str, dtype: torch.dtype) -> None:
     check(program, dtype, direct(program, dtype))
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's, about odd programs
-@settings(common, max_examples=300)
-@given(programs(), dtypes)
-def test_backend(program: Program, dtype: torch.dtype) -> None:
-    # every bit is compared here; running each op again on fakes as well is left to the 40 programs below
+def through_backend(program: Program, dtype: torch.dtype) -> None:
+    # every bit is compared here; running each op again on fakes as well is left to the programs below
     with mock.patch.dict(os.environ, {"AMP_VERIFY": ""}):
         check(program, dtype, direct(program, dtype))
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's, about odd programs
-@settings(common, max_examples=40)
+@settings(common, max_examples=100)
 @given(programs(), dtypes)
-def test_amp_compile(program: Program, dtype: torch.dtype) -> None:
+def test_backend(program: Program, dtype: torch.dtype) -> None:
+    through_backend(program, dtype)
+
+
+@pytest.mark.zoo
+@pytest.mark.filterwarnings("ignore")
+@settings(common, max_examples=300)
+@given(programs(), dtypes)
+def test_backend_more(program: Program, dtype: torch.dtype) -> None:
+    through_backend(program, dtype)
+
+
+def through_amp_compile(program: Program, dtype: torch.dtype) -> None:
     torch._dynamo.reset()
     compiled = amp_compile(
         program.function(), policy=Policy.torch("cpu", dtype), backend="eager", keep_output_dtypes=False
     )
     check(program, dtype, compiled)
+
+
+@pytest.mark.filterwarnings("ignore")
+@settings(common, max_examples=14)
+@given(programs(), dtypes)
+def test_amp_compile(program: Program, dtype: torch.dtype) -> None:
+    through_amp_compile(program, dtype)
+
+
+@pytest.mark.zoo
+@pytest.mark.filterwarnings("ignore")
+@settings(common, max_examples=40)
+@given(programs(), dtypes)
+def test_amp_compile_more(program: Program, dtype: torch.dtype) -> None:
+    through_amp_compile(program, dtype)

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from amp_compiler import AmpWarning, Policy, amp_compile, precision, set_precision
 from amp_compiler.report import Row
-from helpers import BF16, F16, F32, ExportMixed
+from helpers import BF16, F16, F32, ExportMixed, in_turn
 
 FRONTS = ("dynamo", "export")
 Scope = Callable[[], Any]
@@ -121,9 +121,10 @@ DTYPES = {"float32": F32, "bfloat16": BF16, "float16": F16}
 # -------------------------------------------------------------------------------------------- one region
 
 
-@pytest.mark.parametrize("front", FRONTS)
-@pytest.mark.parametrize("place", ["around the call", "in the submodule"])
-@pytest.mark.parametrize("kind", ["p32", "p16", "off", "a16"])
+@pytest.mark.parametrize(
+    ("kind", "place", "front"),
+    in_turn(("p32", "p16", "off", "a16"), ("around the call", "in the submodule"), FRONTS),
+)
 def test_one_region_forward_and_backward(kind: str, place: str, front: str) -> None:
     """Bit-equal to explicit casts; the region ends where it ends."""
     scope, expected = REGIONS[kind]
@@ -202,8 +203,7 @@ class Nested(nn.Module):
             return self.z(x)
 
 
-@pytest.mark.parametrize("front", FRONTS)
-@pytest.mark.parametrize("outer", KINDS)
+@pytest.mark.parametrize(("outer", "front"), in_turn(KINDS, FRONTS))
 def test_the_inner_region_wins(outer: str, front: str) -> None:
     """Scopes and autocast regions in each other; after an inner one ends the outer one holds again."""
     run = Through(front, Nested(outer), x34())
@@ -234,9 +234,9 @@ class Grid(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("front", FRONTS)
-@pytest.mark.parametrize("how", ["set_precision", "with_modules"])
-@pytest.mark.parametrize("inside", [True, False], ids=["region in the module", "module in the region"])
+@pytest.mark.parametrize(
+    ("inside", "how", "front"), in_turn((True, False), ("set_precision", "with_modules"), FRONTS)
+)
 def test_a_region_and_a_mark(inside: bool, how: str, front: str) -> None:
     """A region in the forward of a marked module is the inner one; a marked module called in a region is."""
     model, policy = Grid(inside), Policy("O2", BF16)
@@ -333,8 +333,7 @@ class Raises(Sub):
 FORMS = (DecoratedFunction, DecoratedMethod, DecoratedForward, EarlyReturn, EarlyReturnAutocast, Stacked, Raises)
 
 
-@pytest.mark.parametrize("front", FRONTS)
-@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("form", "front"), in_turn(FORMS, FRONTS))
 def test_forms(form: type[Sub], front: str) -> None:
     """The scope is over with the function: z is low again, and everything is bit-equal to explicit casts."""
     model, x = Net(), x34()
@@ -415,9 +414,7 @@ def test_a_checkpoint(kind: str, inside: bool) -> None:
     check_by_hand(run, model, x, DTYPES[REGIONS[kind][1]])
 
 
-@pytest.mark.parametrize("front", FRONTS)
-@pytest.mark.parametrize("kind", ["p32", "off", "a16"])
-@pytest.mark.parametrize("inside", [True, False], ids=["inside", "around"])
+@pytest.mark.parametrize(("kind", "inside", "front"), in_turn(("p32", "off", "a16"), (True, False), FRONTS))
 def test_a_branch(kind: str, inside: bool, front: str) -> None:
     """A region in one branch of cond holds there only; one around cond holds in both."""
     scope, expected = REGIONS[kind]
@@ -527,7 +524,8 @@ DEEP = ("block.0", "block.1.0", "block.1.1", "head")
 
 
 def deep(front: str, model: nn.Module, **options: Any) -> list[str]:
-    run = Through(front, model, x34(), **options)
+    with torch.no_grad():
+        run = Through(front, model, x34(), **options)
     return [{"float32": "32", "bfloat16": "bf", "float16": "16"}[run.precision(m)] for m in DEEP]
 
 

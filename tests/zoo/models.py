@@ -1,7 +1,8 @@
 """The zoo: architectures from ``transformers`` in tiny random configurations, nothing is downloaded.
 
-``ZOO[name]()`` seeds torch and gives ``(model, kwargs)``. The model is in train mode, every probability of dropout is
-0, so that two runs agree; the inputs have padding in one row, and labels where the model gives a loss.
+``ZOO[name]()`` seeds torch and gives ``(model, kwargs)``; arguments replace sizes of its configuration. The model is in
+train mode, every probability of dropout is 0, so that two runs agree; the inputs have padding in one row, and labels
+where the model gives a loss.
 A missing ``transformers`` is an error: it is a declared test dependency.
 """
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 Inputs = dict[str, Any]
-Builder = Callable[[], tuple[nn.Module, Inputs]]
+Builder = Callable[..., tuple[nn.Module, Inputs]]
 
 BATCH, LENGTH, VOCAB, PADDED = 2, 12, 96, 4
 SEED = 0

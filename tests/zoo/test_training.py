@@ -7,6 +7,7 @@ Every model starts from the same weights and sees the same batches in fp32, unde
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -50,8 +51,9 @@ def repetition() -> Batches:
         yield {"input_ids": torch.where(kept, symbol, noise) + 3, "labels": labels}
 
 
-def decoder() -> nn.Module:
-    return build("LlamaForCausalLM", "sdpa", **TEXT | {"vocab_size": SYMBOLS + 3, "num_key_value_heads": 2})
+def decoder(layers: int = 1) -> nn.Module:
+    sizes = TEXT | {"vocab_size": SYMBOLS + 3, "num_key_value_heads": 2, "num_hidden_layers": layers}
+    return build("LlamaForCausalLM", "sdpa", **sizes)
 
 
 def vision() -> nn.Module:
@@ -79,9 +81,14 @@ def train(model: nn.Module, call: Callable[..., Any], batches: Batches, *, autoc
 
 
 @pytest.mark.parametrize(
-    ("make", "batches"), [(decoder, counting), (vision, stripes), (encoder_decoder, repetition)],
-    ids=["llama", "vit", "t5"],
-)  # fmt: skip
+    ("make", "batches"),
+    [
+        pytest.param(decoder, counting, id="llama"),
+        pytest.param(partial(decoder, layers=2), counting, id="llama-2", marks=pytest.mark.zoo),
+        pytest.param(vision, stripes, id="vit"),
+        pytest.param(encoder_decoder, repetition, id="t5", marks=pytest.mark.zoo),
+    ],
+)
 def test_loss_curve(make: Callable[[], nn.Module], batches: Callable[[], Batches]) -> None:
     """The mean loss of the last 5 steps is below 0.6 times that of the first 5, in all three runs.
 

@@ -1,0 +1,68 @@
+"""accumulate_in_place: with several micro-batches an update, each gradient is added where it is made.
+
+``gradients, found = unscale([g_1, …])``  →  ``addcmul_(sum_i, cast(g_i, f32), 1 / scale)`` right behind each ``g_i``,
+and ``found = where(all_finite([sum_1, …]), found, 1)``. The sums are inputs: the parameters' own ``.grad``.
+
+So the gradients of one micro-batch never all exist beside the sums, as they do not under autograd. The graph is not
+functional afterwards; Inductor plans its memory by itself. Left alone is a graph with a parameter that is not fp32.
+
+Requires: scaled, eager, accumulating. Ensures: accumulated. A second run changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from amp_compiler import graph as g
+from amp_compiler.kernels import all_finite as _defines_all_finite  # noqa: F401
+
+from .base import Context, Dialect, Pass
+
+aten = torch.ops.aten
+
+
+def run(gm: fx.GraphModule, ctx: Context) -> bool:
+    graph, roles = gm.graph, gm.meta[g.ROLE]
+    op = next((n for n in graph.nodes if g.op_name(n) == "amp::unscale"), None)
+    last = next(iter(reversed(graph.nodes)))
+    results: list[Any] = list(last.args[0])
+    places = [i for i, role in enumerate(roles) if role.kind == "gradient"]
+    if op is None or not all(g.is_getitem(results[i]) for i in places):
+        return False
+    given, inverse, found = op.args
+    assert isinstance(given, (list, tuple))
+    assert isinstance(inverse, fx.Node)
+    mode = g.fake_mode(graph)
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    primals = {n.meta[g.ROLE].index: n for n in inputs if n.meta[g.ROLE].kind == "primal"}
+    next(n for n in graph.nodes if n.op != "placeholder").prepend(inverse)
+    sums: list[fx.Node] = []
+    for place, gradient in zip(places, given, strict=True):
+        assert isinstance(gradient, fx.Node)
+        primal = primals[roles[place].index]
+        sums.append(g.add_input(graph, f"sum_{primal.name}", g.Role("sum", roles[place].index), primal.meta["val"]))
+        with graph.inserting_before(op) if gradient.op == "placeholder" else graph.inserting_after(gradient):
+            wide = gradient
+            if gradient.meta["val"].dtype in g.LOW_DTYPES:
+                wide = g.call(graph, mode, aten._to_copy.default, (gradient,), {"dtype": torch.float32})
+        with graph.inserting_before(op) if wide.op == "placeholder" else graph.inserting_after(wide):
+            g.call(graph, mode, aten.addcmul_.default, (sums[-1], wide, inverse), {})
+    with graph.inserting_before(op):
+        finite = g.call(graph, mode, torch.ops.amp.all_finite.default, (sums,), {})
+        found_now = g.call(graph, mode, aten.where.ScalarOther, (finite, found, 1.0), {})
+    next(user for user in op.users if user.args[1] == 1).replace_all_uses_with(found_now)
+    last = next(iter(reversed(graph.nodes)))
+    last.args = (tuple(r for i, r in enumerate(last.args[0]) if i not in places),)
+    gm.meta[g.ROLE] = tuple(role for i, role in enumerate(roles) if i not in places)
+    graph.eliminate_dead_code()
+    gm.recompile()
+    return True
+
+
+PASS = Pass(
+    "accumulate_in_place", Dialect.FUNCTIONAL, requires=("scaled", "eager", "accumulating"), ensures=("accumulated",),
+    run=run,
+)  # fmt: skip

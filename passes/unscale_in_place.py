@@ -1,0 +1,66 @@
+"""unscale_in_place: gradients are unscaled in the memory that they are in.
+
+1. ``gradients, found = unscale([g_1, …])``  →  ``found = unscale_([cast(g_1, f32), …])``: each low gradient is widened
+   right where it is made, so that it can be freed, and no second set of gradients is written
+2. a gradient that shares its memory (an expanded value, one tensor for two parameters, an input) is cloned first
+
+The graph is not functional afterwards, so it is among the last passes; Inductor plans its memory by itself. Left alone
+is a graph with a parameter that is not fp32: its gradient is unscaled in fp32 and rounded again.
+
+Requires: scaled, eager. Ensures: in_place. A second run changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from amp_compiler import graph as g
+
+from .base import Context, Dialect, Pass
+
+
+def run(gm: fx.GraphModule, ctx: Context) -> bool:
+    graph = gm.graph
+    op = next((n for n in graph.nodes if g.op_name(n) == "amp::unscale"), None)
+    last = next(iter(reversed(graph.nodes)))
+    results: list[Any] = list(last.args[0])
+    places = [i for i, role in enumerate(gm.meta[g.ROLE]) if role.kind == "gradient"]
+    if op is None or not all(g.is_getitem(results[i]) for i in places):
+        return False
+    given, inverse, found = op.args
+    assert isinstance(given, (list, tuple))
+    mode, classes = g.fake_mode(graph), g.alias_classes(graph)
+    taken = [classes[n] for n in graph.nodes if n.op == "placeholder"]
+    taken += [classes[n] for i, n in enumerate(results) if i not in places]
+    own: list[fx.Node] = []
+    for gradient in given:
+        assert isinstance(gradient, fx.Node)
+        value = g.tensor_of(gradient)
+        assert value is not None
+        shared = classes[gradient] in taken or any(stride == 0 for stride in value.stride())
+        taken.append(classes[gradient])
+        with graph.inserting_before(op) if gradient.op == "placeholder" else graph.inserting_after(gradient):
+            if value.dtype in g.LOW_DTYPES:
+                gradient = g.call(graph, mode, torch.ops.aten._to_copy.default, (gradient,), {"dtype": torch.float32})
+            elif shared:
+                contiguous = {"memory_format": torch.contiguous_format}
+                gradient = g.call(graph, mode, torch.ops.aten.clone.default, (gradient,), contiguous)
+        own.append(gradient)
+    with graph.inserting_before(op):
+        found_now = g.call(graph, mode, torch.ops.amp.unscale_.default, (own, inverse, found), {})
+    for place, gradient in zip(places, own, strict=True):
+        name = results[place].name
+        results[place].replace_all_uses_with(gradient)
+        graph.erase_node(results[place])
+        if gradient.op != "placeholder":
+            gradient._rename(name)
+    next(user for user in op.users if user.args[1] == 1).replace_all_uses_with(found_now)
+    graph.eliminate_dead_code()
+    gm.recompile()
+    return True
+
+
+PASS = Pass("unscale_in_place", Dialect.FUNCTIONAL, requires=("scaled", "eager"), ensures=("in_place",), run=run)
