@@ -20,16 +20,17 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-zoo lint types bench-compile bench-casts clean
+.PHONY: help demo test test-zoo lint types bench-compile bench-casts bench-train clean
 
 help:
 	@echo "make demo            train a small network at every level and compare"
 	@echo "make test            lint, types and all tests"
-	@echo "make test-zoo        45 models from transformers at every level and dtype (half an hour)"
+	@echo "make test-zoo        45 models from transformers at every level and dtype, more random programs (half an hour)"
 	@echo "make lint            ruff"
 	@echo "make types           mypy, strict, over the package as it is installed"
 	@echo "make bench-compile   how long compilation takes"
 	@echo "make bench-casts     how many casts are left"
+	@echo "make bench-train     a training step beside autocast and GradScaler"
 	@echo "make clean           remove .venv and everything built"
 
 demo: $(READY)
@@ -42,7 +43,7 @@ test: $(READY)
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not zoo" $(ARGS)
 
 test-zoo: $(READY)
-	@OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal tests/zoo $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal -m zoo $(ARGS)
 
 lint: $(READY)
 	@$(BIN)/ruff check . $(ARGS)
@@ -60,6 +61,9 @@ bench-compile: $(READY)
 
 bench-casts: $(READY)
 	@$(BIN)/python benchmarks/casts.py $(ARGS)
+
+bench-train: $(READY)
+	@$(BIN)/python benchmarks/train_step.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

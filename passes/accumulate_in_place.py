@@ -4,7 +4,8 @@
 and ``found = where(all_finite([sum_1, …]), found, 1)``. The sums are inputs: the parameters' own ``.grad``.
 
 So the gradients of one micro-batch never all exist beside the sums, as they do not under autograd. The graph is not
-functional afterwards; Inductor plans its memory by itself. Left alone is a graph with a parameter that is not fp32.
+functional afterwards; Inductor plans its memory by itself. Left alone is a graph with a parameter that is not fp32 or
+a gradient that is sparse.
 
 Requires: scaled, eager, accumulating. Ensures: accumulated. A second run changes nothing.
 """
@@ -34,6 +35,8 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
         return False
     given, inverse, found = op.args
     assert isinstance(given, (list, tuple))
+    if any(n.meta["val"].layout is not torch.strided for n in given if isinstance(n, fx.Node)):
+        return False
     assert isinstance(inverse, fx.Node)
     mode = g.fake_mode(graph)
     inputs = [n for n in graph.nodes if n.op == "placeholder"]

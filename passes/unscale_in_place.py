@@ -5,7 +5,8 @@
 2. a gradient that shares its memory (an expanded value, one tensor for two parameters, an input) is cloned first
 
 The graph is not functional afterwards, so it is among the last passes; Inductor plans its memory by itself. Left alone
-is a graph with a parameter that is not fp32: its gradient is unscaled in fp32 and rounded again.
+is a graph with a sparse gradient, and one with a parameter that is not fp32: its gradient is unscaled in fp32 and
+rounded again.
 
 Requires: scaled, eager. Ensures: in_place. A second run changes nothing.
 """
@@ -32,6 +33,8 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
         return False
     given, inverse, found = op.args
     assert isinstance(given, (list, tuple))
+    if any(n.meta["val"].layout is not torch.strided for n in given if isinstance(n, fx.Node)):
+        return False
     mode, classes = g.fake_mode(graph), g.alias_classes(graph)
     taken = [classes[n] for n in graph.nodes if n.op == "placeholder"]
     taken += [classes[n] for i, n in enumerate(results) if i not in places]

@@ -63,8 +63,14 @@ def _caller(model: nn.Module) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
-    call.__code__ = call.__code__.replace(co_name=f"call_{next(_CALLERS)}")
-    return call
+    return with_own_code(call)
+
+
+def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with a code object that no other has, by its name."""
+    own: Any = function
+    own.__code__ = own.__code__.replace(co_name=f"{own.__code__.co_name}_{next(_CALLERS)}")
+    return function
 
 
 @contextlib.contextmanager

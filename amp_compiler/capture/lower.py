@@ -68,8 +68,8 @@ def lower(
             *fakes
         )
     assert isinstance(lowered, fx.GraphModule)
-    _refuse_leaks(lowered)
     lowered.graph.eliminate_dead_code()
+    _refuse_leaks(lowered)
     _name_inputs(gm, lowered)
     _mark_parameters(lowered, example_inputs)
     for _, inner in g.all_graphs(lowered):

@@ -184,7 +184,9 @@ def _check_whole(state: Any) -> None:
     found = dict(_contents({key: value for key, value in state.items() if key != CONTENTS}))
     if not isinstance(said, Mapping):
         raise CheckpointError(f"The checkpoint is damaged: its table of contents is missing. {_UNCHANGED}")
-    for path in (*said, *found):
+    paths = dict.fromkeys((*said, *found))
+    missing = [path for path in paths if path not in found or path not in said]
+    for path in (*missing, *paths):
         if said.get(path) != found.get(path):
             raise CheckpointError(
                 f"The checkpoint is damaged: {path or 'it'} should be {said.get(path, 'absent')}, and is "
@@ -221,9 +223,11 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any])
         raise CheckpointError(
             f"The checkpoint is of another optimizer: groups of {given} parameters, here {own}. {_UNCHANGED}"
         )
+    numbered = [i for group in state["param_groups"] for i in group["params"]]
+    if numbered != list(range(len(numbered))) or not set(state["state"]) <= set(numbered):
+        raise CheckpointError(f"The checkpoint is damaged: its optimizer's parameters are not numbered. {_UNCHANGED}")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    indices = [i for group in state["param_groups"] for i in group["params"]]
-    for index, parameter in zip(indices, parameters, strict=True):
+    for index, parameter in zip(numbered, parameters, strict=True):
         for name, value in state["state"].get(index, {}).items():
             whole = isinstance(value, Tensor) and value.numel() == math.prod(parameter.shape) and value.dim() > 0
             if whole and value.shape != parameter.shape:

@@ -19,7 +19,7 @@ class Overflow:
     """What ``explain_overflow`` found; prints as a short text. False in a condition if nothing overflowed.
 
     ``phase``: "forward", "backward", "input" (the batch was not finite), "parameter" or "buffer" (the model was not),
-    "unknown" (it did not happen again), or "" (nothing overflowed).
+    "sum" (only the sum of micro-batches was not finite), "unknown" (it did not happen again), or "" (nothing did).
     """
 
     message: str

@@ -49,14 +49,13 @@ class Pieces:
         kept = self._copies(state)
         window.saved = {**kept, **window.saved}
         window.hold(self.owner.attributes())
-        if window.done == 0:
-            window.release(parameters)
         before = [p.grad for p in parameters]
         try:
-            for parameter in parameters:
-                parameter.grad = None
             loss: Tensor = self.captured(args, kwargs, targets)
             check_loss(loss)
+            window.release(parameters)
+            if window.done == 0:
+                before = [None] * len(parameters)
             with torch._C._DisableAutocast():
                 scaled = loss if window.scale is None else loss * window.scale
                 (scaled / window.size if window.size > 1 else scaled).backward()

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from .. import pipeline
 from ..arguments import check_request
 from ..backend import Captured, Options, State
+from ..capture.dynamo import with_own_code
 from ..compile import AmpMethod, AmpModule
 from ..errors import ArgumentError, CaptureError, PipelineError, VerifyError
 from ..kernels.all_finite import all_finite
@@ -202,6 +203,11 @@ class TrainStep:
 
     def _run(self, args: tuple[Any, ...], kwargs: Any, targets: Any) -> Tensor:
         if self._pieces is None:
+            if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
+                raise ArgumentError(
+                    "A training step cannot be captured under a TorchDispatchMode (a FLOP counter, a debug mode): "
+                    "Dynamo compiles nothing there. Take the call out of it, or count with torch.profiler."
+                )
             reason = _needs_autograd(self._owner, (args, kwargs, targets), first=self._whole is None)
             if reason is None:
                 whole = self._whole or self._capture_whole()
@@ -259,7 +265,7 @@ class TrainStep:
                 loss = getattr(output, "loss", output)
             return torch.ops.amp.loss(loss) if mark and isinstance(loss, torch.Tensor) else loss
 
-        return loss_of
+        return with_own_code(loss_of)  # Dynamo remembers changing sizes by it
 
     def _update(self, loss: Tensor) -> StepResult:
         window = self._window
@@ -331,7 +337,7 @@ class TrainStep:
         batch = next((b for b in window.batches if b.found is not None and b.before is not None
                       and bool(b.found) and not bool(b.before)), None)  # fmt: skip
         if batch is None:
-            return Overflow(_nothing(window, self.scaler))
+            return self._explain_sum() or Overflow(_nothing(window, self.scaler))
         assert window.scale is not None
         owner, scale = self._owner, float(window.scale)
         parameters = [p for p in owner.parameters() if p.requires_grad]
@@ -343,6 +349,22 @@ class TrainStep:
         buffers = frozenset(id(b) for b in owner.buffers().values())
         known = Circumstances(names, buffers, batch.number, window.size, scale, all(plain), batch.changed())
         return explain(seen, loss, hit, known)
+
+    def _explain_sum(self) -> Overflow | None:
+        """Each micro-batch was finite, and what they add up to is not."""
+        window = self._window
+        if window.done or window.found is None or not window.batches or not bool(window.found):
+            return None
+        names = {id(p): name for name, p in self._owner.named_parameters().items()}
+        hit = [p for p in self._owner.parameters() if p.grad is not None and not bool(all_finite(p.grad))]
+        hit_names = tuple(names.get(id(p), "?") for p in hit)
+        dtype = dtype_name(hit[0].dtype) if hit else ""
+        text = (
+            f"The gradients of each micro-batch are finite, their sum is not ({dtype}): {', '.join(hit_names[:5])}.\n"
+            "Keep the parameters in fp32, as the masters of a mixed-precision model are, or add up fewer batches; or "
+            "was something written into .grad between the batches?"
+        )
+        return Overflow(text, "sum", dtype=dtype, parameters=hit_names, scale=float(window.scale or 1.0))
 
     def _look(self, batch: Batch, parameters: Sequence[Tensor], scale: float) -> tuple[Tensor, list[bool], Probe]:
         """Run a batch with checks: the loss, which parameters' gradients are finite, and what was seen."""

@@ -66,6 +66,8 @@ class WholeStep(Backend):
         off = list(self.options.disable_passes)
         if self.window.scale is None:
             off.append("scale_loss")
+        if any("recompute" in n.meta for n in joint.graph.nodes):  # torch's partitioner takes functional graphs only
+            off += ["accumulate_in_place", "unscale_in_place"]
         steps = pipeline.build(off, backend, accumulating=self.window.size > 1)
         ctx = Context(self.options.policy, self.options.keep_output_dtypes)
         steps.step.run(joint, ctx, self.state.history, graph="joint")
@@ -160,7 +162,7 @@ class StepGraph:
         self.tangent = torch.full(tuple(value.shape), 1 / window.size, dtype=value.dtype, device=value.device)
         self.constants = {r.name: constants[r.name] for r in self.inputs if r.kind == "constant"}
         low = [r.index for r in self.inputs if r.kind == "low"]
-        self.low = None if weights is None else LowCopies(compile_joint(weights, backend), low)
+        self.low = None if weights is None else LowCopies(weights.forward, low)
         self.forward = compile_joint(joint, backend)
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:

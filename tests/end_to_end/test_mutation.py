@@ -635,7 +635,7 @@ COMPUTED = (
 WRITTEN = (
     "{0}.add_(1)", "{0}.relu_()", "{0}.neg_()", "{0}.mul_(-1)", "{0}.clamp_(-4, 4)", "{0}.zero_()", "{0}.copy_({1})",
     "{0}.add_({1})", "{0}.sub_({1})", "{0}.masked_fill_({0} > 1, 2)", "{0}.index_fill_(0, i, 3)", "{0}.fill_(2)",
-    "{0}.index_add_(0, i, {1}[:2])", "{0}.addmm_(w, w)", "buffer.copy_({0})", "buffer.add_({0})",
+    "{0}.index_add_(0, i, {1}[:2].clone())", "{0}.addmm_(w, w)", "buffer.copy_({0})", "buffer.add_({0})",
 )  # fmt: skip
 INPUTS = ("x", "w", "b", "buffer", "i")
 
