@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,10 @@ from .whole import WholeStep
 from .window import Batch, Window, multiply_, rng_state, set_rng_state
 
 _SCALERS = 'loss_scaler is "dynamic", a DynamicLossScaler, a StaticLossScaler, a number (a fixed scale) or None'
+
+
+#: the window that a model's gradients belong to
+_WAITING: weakref.WeakKeyDictionary[nn.Module, Window] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +166,7 @@ class TrainStep:
         accumulate_steps: int,
         max_grad_norm: float | None,
     ) -> None:
-        self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
+        self.model, self.loss_fn = model, loss_fn
         self.scaler, self.accumulate_steps, self.max_grad_norm = scaler, accumulate_steps, max_grad_norm
         self._options, self._state, self._probe = options, State(), Probe()
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -172,6 +177,16 @@ class TrainStep:
         self._one = torch.ones((), device=self._device)
         self._false = torch.zeros((), dtype=torch.bool, device=self._device)
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer; another one for the same parameters may be put in its place between updates."""
+        return self._owner.optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        _check_optimizer(optimizer, self.model)
+        self._owner.optimizer = optimizer
+
     # ------------------------------------------------------------------------------------------- calling
 
     def __call__(self, inputs: Any, targets: Any = None) -> StepResult:
@@ -180,6 +195,13 @@ class TrainStep:
             raise ArgumentError("A training step was called under torch.inference_mode(): take it out of that region.")
         window = self._window
         self._owner.look()
+        other = _WAITING.get(self.model)
+        if window.done == 0 and other is not None and other is not window and other.done:
+            raise ArgumentError(
+                "Another training step of this model is in the middle of an update, and its gradients would be lost: "
+                "call its flush() first, or let it finish its accumulate_steps."
+            )
+        _WAITING[self.model] = window
         scale = None if self.scaler is None or window.done else self.scaler.scale_on(self._device).clone()
         with window.batch(scale):
             batch = Batch(args, kwargs, targets, rng_state(self._device), window.done, window.found)
@@ -355,6 +377,8 @@ class TrainStep:
         window = self._window
         if window.done or window.found is None or not window.batches or not bool(window.found):
             return None
+        if window.batches[0].before is not None and bool(window.batches[0].before):
+            return None  # it was so when the run was resumed
         names = {id(p): name for name, p in self._owner.named_parameters().items()}
         hit = [p for p in self._owner.parameters() if p.grad is not None and not bool(all_finite(p.grad))]
         hit_names = tuple(names.get(id(p), "?") for p in hit)

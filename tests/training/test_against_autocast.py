@@ -40,9 +40,7 @@ def small_encoder() -> tuple[nn.Module, tuple[Tensor, ...]]:
 def test_equal_in_every_bit(name: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
     model, args = {**NETWORKS, "small_encoder": small_encoder}[name]()
     given = [(tuple(a.detach() * (1 + i) if a.is_floating_point() else a for a in args), None) for i in range(6)]
-    step = trains_like(
-        model, given, square, fused_adamw, dtype=dtype, policy=Policy.torch("cpu", dtype), **options
-    )
+    step = trains_like(model, given, square, fused_adamw, dtype=dtype, policy=Policy.torch("cpu", dtype), **options)
     assert len(step.joint_graphs) == 1
 
 

@@ -322,6 +322,20 @@ def test_which_value_was_bad_before_any_op() -> None:
     assert not step.explain_overflow()
 
 
+def test_only_the_sum_is_not_finite() -> None:
+    """fp16 parameters have fp16 gradients: each of 48000, their sum beyond 65504."""
+    model = nn.Linear(4, 2, bias=False).half()
+    step = start(model, lambda output, _: output.float().sum() * 32000, scaler=1.0, accumulate_steps=2)
+    given = torch.ones(3, 4, dtype=torch.float16)
+    assert not bool(step(given).skipped)
+    assert bool(model.weight.grad.isfinite().all())
+    assert bool(step(given).skipped)
+    assert bool(model.weight.isfinite().all())
+    found = step.explain_overflow()
+    assert (found.phase, found.dtype, found.parameters) == ("sum", "float16", ("weight",))
+    assert "their sum is not" in str(found)
+
+
 def test_an_overflow_from_before_a_checkpoint() -> None:
     """Its batch is not in the checkpoint: no other batch is blamed."""
     first, second = (start(network(), accumulate_steps=2) for _ in range(2))

@@ -127,9 +127,7 @@ def test_sparse_gradients() -> None:
     step = make(model, optimizer, accumulate_steps=2)
     theirs = optimizer(twin.parameters())
     one, source = torch.ones(()), torch.Generator().manual_seed(1)
-    given = [
-        ((torch.randint(6, (4,), generator=source), one), torch.randn(4, 3, generator=source)) for _ in range(4)
-    ]
+    given = [((torch.randint(6, (4,), generator=source), one), torch.randn(4, 3, generator=source)) for _ in range(4)]
     for i, (x, y) in enumerate(given):
         if i % 2 == 0:
             theirs.zero_grad()
@@ -486,5 +484,3 @@ def test_one_bad_value_in_one_gradient_is_enough() -> None:
     assert bool(result.loss.isfinite())
     assert not bool(result.grad_norm.isfinite())
     assert model.fine.tolist() == [1.0, 1.0, 1.0]
-
-
