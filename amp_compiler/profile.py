@@ -26,6 +26,8 @@ import torch
 _Event = Any
 _Tensor = Any
 
+#: how the names of kernels begin that convert what they read in scratch memory of their own
+KERNELS = ("amp::cast_matmul", "amp::wide_")
 _COMPILING = "(dynamo_timed)"  # how Dynamo ends the names of the phases of a compilation
 _HANDED_ON = ("PythonDispatchMode", "PythonSubclass")  # the op did not run here but below, from Python
 _HALF_TO_FLOAT = ("aten::_softmax", "aten::_log_softmax")  # third argument: read half, write float
@@ -39,6 +41,9 @@ _FREE = frozenset(
 class CastCount:
     """The casts that ran: how many, how many bytes they wrote, and which ops asked for them.
 
+    ``inside``: (number, bytes) of conversions to scratch memory inside kernels of ours (``amp::cast_matmul`` on a CPU),
+    whose operands and results are no casts. They are not in ``number`` and ``bytes``.
+
     ``by_op`` maps the outermost op around each cast to its number of casts: ``aten::linear`` for what
     autocast did on entry to a linear, ``aten::add`` for a sum of mixed dtypes, ``aten::_to_copy`` for a
     cast written in a graph. Two counts are equal if number and bytes are.
@@ -47,6 +52,7 @@ class CastCount:
     number: int
     bytes: int
     by_op: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}), compare=False)
+    inside: tuple[int, int] = field(default=(0, 0), compare=False)
 
 
 def count_casts(fn: Callable[[], object]) -> CastCount:
@@ -71,6 +77,7 @@ def count_casts(fn: Callable[[], object]) -> CastCount:
     """
     by_op: Counter[str] = Counter()
     total = 0
+    inside: list[int] = []
     roots = _record(fn)
     roots.reverse()  # the stack gives its last entry first: ops are met in the order in which they ran
     stack: list[tuple[_Event, str | None]] = [(event, None) for event in roots]
@@ -83,12 +90,15 @@ def count_casts(fn: Callable[[], object]) -> CastCount:
             outermost = name
         children = event.children
         written = 0 if _is_handed_on(children) else _cast_bytes(name, event)
+        if written and outermost is not None and outermost.startswith(KERNELS):
+            inside.append(written)
+            continue
         if written:
             by_op[outermost or name] += 1
             total += written
             continue  # a copy_ between devices casts in a copy_ of its own: one cast
         stack.extend((child, outermost) for child in reversed(children))
-    return CastCount(by_op.total(), total, MappingProxyType(dict(by_op)))
+    return CastCount(by_op.total(), total, MappingProxyType(dict(by_op)), (len(inside), sum(inside)))
 
 
 def count_ops(fn: Callable[[], object]) -> Mapping[str, int]:

@@ -38,7 +38,7 @@ def verify(
         for fact in facts:
             CHECKS[fact](inner, ctx, where)
     wanted = deep_by_default() if deep is None else deep
-    if wanted and {"cast", "folded", "batched"} & set(facts):
+    if wanted and {"cast", "folded", "batched", "fused", "lowered"} & set(facts):
         _repropagate(gm, after)
 
 
@@ -315,6 +315,8 @@ CHECKS: Mapping[str, Callable[[fx.GraphModule, Any, str], None]] = {
     "scaled": _scaled,
     "hoisted": _hoisted,
     "in_place": _in_place,
+    "fused": _folded,
+    "lowered": _folded,
     "accumulated": _accumulated,
     "folded": _folded,
     "batched": _folded,

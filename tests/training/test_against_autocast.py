@@ -96,12 +96,12 @@ def test_a_gradient_that_underflows_trains_with_scaling() -> None:
     x = torch.full((1, 8), 1e-3)
 
     def loss(output: Tensor, targets: Any) -> Tensor:
-        return output.float().sum() * 1e-5
+        return output.float().sum() * 1e-9  # the gradient of the output is 0 in fp16
 
     moved = {}
     for scaler in (None, "dynamic"):
         model = Tiny()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e6)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e10)
         step = compile_train_step(model, loss, optimizer, level="O2", dtype=F16, loss_scaler=scaler)
         step(x)
         moved[scaler] = (0.1 - model.weight).mean().item()

@@ -1,0 +1,147 @@
+"""``amp::cast_matmul``: a matrix product that rounds its operands to the low dtype as it reads them.
+
+    cast_matmul(Tensor a, Tensor b, Tensor? bias, ScalarType dtype, ScalarType out_dtype) -> Tensor
+
+``a`` is [M, K] or [B, M, K], ``b`` [K, N] or [B, K, N], in any float dtype and with any strides; ``bias`` is [N] or
+None. Operands and bias are rounded to ``dtype`` (fp16 or bf16), products are added up in fp32, and the result is
+rounded once, to ``out_dtype`` (``dtype`` or fp32). So no cast of an operand is written to memory, and a weight gradient
+that is wanted in fp32 comes out in fp32.
+
+``reference`` defines the meaning. On a CPU the product itself is fp32's (see ``cpu.py``); on CUDA and ROCm it is
+Triton's (``cast_matmul_triton.py``, loaded when a tensor there asks for it).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: a buffer of more bytes than this is not kept for the next call
+KEPT = 1 << 26
+VIEWS = 256  # shapes that are remembered
+
+
+class Scratch(threading.local):
+    """Memory for operands while they are fp32, one piece for each use, kept from call to call: fresh memory costs more
+    than the conversion into it."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+        self.views: dict[tuple[str, torch.dtype, Sequence[int], bool], Tensor] = {}
+
+    def take(self, use: str, shape: Sequence[int], dtype: torch.dtype, turned: bool = False) -> Tensor:
+        """A tensor, valid until the same use is asked for again. ``turned``: its last two dimensions are swapped in
+        memory."""
+        key = (use, dtype, shape, turned)
+        found = self.views.get(key)
+        return self._make(key) if found is None else found
+
+    def _make(self, key: tuple[str, torch.dtype, Sequence[int], bool]) -> Tensor:
+        use, dtype, shape, turned = key
+        size = math.prod(shape)
+        held = self.buffers.get((use, dtype))
+        keep = size * dtype.itemsize <= KEPT
+        if held is None or held.numel() < size:
+            held = torch.empty(size, dtype=dtype)
+            if keep:
+                self.buffers[use, dtype] = held
+                self.views.clear()  # they show the memory that this replaces
+        lying = (*shape[:-2], shape[-1], shape[-2]) if turned else shape
+        view = held[:size].view(lying)
+        view = view.transpose(-1, -2) if turned else view
+        if keep:
+            if len(self.views) >= VIEWS:
+                self.views.clear()
+            self.views[key] = view
+        return view
+
+    def widened(self, use: str, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """The values rounded to ``dtype``, as fp32, in the order of elements that ``x`` has in memory."""
+        turned = x.dim() >= 2 and x.stride(-1) != 1 and x.stride(-2) == 1
+        low = x if x.dtype is dtype else self.take(use, x.shape, dtype, turned).copy_(x)
+        return self.take(use, x.shape, torch.float32, turned).copy_(low)
+
+
+SCRATCH = Scratch()
+
+_LIBRARY = torch.library.Library("amp", "FRAGMENT")
+_LIBRARY.define("cast_matmul(Tensor a, Tensor b, Tensor? bias, ScalarType dtype, ScalarType out_dtype) -> Tensor")
+
+
+def cast_matmul(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:
+    """``a @ b + bias`` with everything rounded to ``dtype``, added up in fp32, given in ``out_dtype``.
+
+    >>> cast_matmul(torch.tensor([[1.0, 2.001]]), torch.ones(2, 1), None, torch.bfloat16, torch.float32)
+    tensor([[3.]])
+    """
+    result: Tensor = _CastMatmul.apply(a, b, bias, dtype, out_dtype)  # type: ignore[no-untyped-call]
+    return result
+
+
+def reference(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:
+    """What the op means, in fp64: exact products of rounded operands, rounded once."""
+    exact = a.to(dtype).double() @ b.to(dtype).double()
+    if bias is not None:
+        exact = exact + bias.to(dtype).double()
+    return exact.to(torch.float32).to(out_dtype)
+
+
+def _cpu(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:
+    left, right = SCRATCH.widened("left", a, dtype), SCRATCH.widened("right", b, dtype)
+    result = a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=out_dtype)
+    sums = result if out_dtype is torch.float32 else SCRATCH.take("sums", result.shape, torch.float32)
+    if bias is None:
+        (torch.bmm if a.dim() == 3 else torch.mm)(left, right, out=sums)
+    else:
+        add = torch.baddbmm if a.dim() == 3 else torch.addmm
+        add(SCRATCH.widened("bias", bias, dtype), left, right, out=sums)
+    return result if sums is result else result.copy_(sums)
+
+
+def _cuda(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:
+    from .cast_matmul_triton import cast_matmul as launch
+
+    return launch(a, b, bias, dtype, out_dtype)
+
+
+def _fake(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:
+    torch._check(a.dim() == b.dim() and a.dim() in (2, 3), lambda: f"cast_matmul: {a.shape} times {b.shape}")
+    return a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=out_dtype)
+
+
+class _CastMatmul(torch.autograd.Function):
+    """The backward of a low product: the gradient is rounded to the low dtype too. It is not registered with the op,
+    which then costs 10 µs a call instead of 250 (torch 2.13), and graphs need it only after differentiation."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype
+    ) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.dtype, ctx.bias = dtype, None if bias is None else (bias.shape, bias.dtype)
+        result: Tensor = torch.ops.amp.cast_matmul.default(a, b, bias, dtype, out_dtype)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        (gradient,), (a, b) = gradients, ctx.saved_tensors
+        product = torch.ops.amp.cast_matmul.default
+        grads: list[Tensor | None] = [None, None, None]
+        if ctx.needs_input_grad[0]:
+            grads[0] = product(gradient, b.transpose(-1, -2), None, ctx.dtype, torch.float32).to(a.dtype)
+        if ctx.needs_input_grad[1]:
+            grads[1] = product(a.transpose(-1, -2), gradient, None, ctx.dtype, torch.float32).to(b.dtype)
+        if ctx.bias is not None and ctx.needs_input_grad[2]:
+            shape, dtype = ctx.bias
+            grads[2] = gradient.to(ctx.dtype).float().sum_to_size(shape).to(dtype)
+        return grads[0], grads[1], grads[2], None, None
+
+
+_LIBRARY.impl("cast_matmul", _cpu, "CPU")
+_LIBRARY.impl("cast_matmul", _cuda, "CUDA")
+torch.library.register_fake("amp::cast_matmul", _fake, lib=_LIBRARY)

@@ -1,0 +1,73 @@
+"""How a CPU should run matrix products, convolutions and attention in fp16 or bf16: as they are, or wide.
+
+*Wide* is: round the operands to the low dtype, compute in fp32, round the result once. The numerics are those of a
+low-precision unit (low operands, fp32 accumulation, low result); the speed is that of fp32. A CPU without such units
+runs torch's native low-precision kernels 3 to 50 times slower than fp32, one with them is faster natively.
+
+What the CPU says it has decides first; where it has the units, a measurement of a few milliseconds, once a process,
+decides. ``AMP_CPU_KERNELS=native`` or ``wide`` overrides both.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from dataclasses import dataclass
+
+import torch
+
+SETTING = "AMP_CPU_KERNELS"
+_SIZE = 256  # of the square matrices that are measured
+_REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Whether to run wide, and why: ``python -m amp_compiler doctor`` prints it."""
+
+    wide: bool
+    reason: str
+
+
+def runs_wide(dtype: torch.dtype) -> bool:
+    """Whether low-precision matrix products on this CPU are to be computed in fp32."""
+    return choose(dtype, os.environ.get(SETTING, "auto")).wide
+
+
+@functools.cache
+def choose(dtype: torch.dtype, setting: str = "auto") -> Choice:
+    """The choice for a dtype. ``setting``: "auto", "native" or "wide"."""
+    if setting not in ("auto", "native", "wide"):
+        raise ValueError(f"{SETTING}={setting!r} is none of: auto, native, wide.")
+    if setting != "auto":
+        return Choice(setting == "wide", f"{SETTING}={setting}")
+    if not has_units(dtype):
+        return Choice(True, f"this CPU has no {str(dtype).removeprefix('torch.')} units")
+    native, wide = measure(dtype)
+    return Choice(wide < native, f"measured {_SIZE}³: native {native * 1e3:.2f} ms, wide {wide * 1e3:.2f} ms")
+
+
+def has_units(dtype: torch.dtype) -> bool:
+    """Whether the CPU multiplies this dtype itself (torch 2.13 tells it by private names only)."""
+    if dtype is torch.bfloat16:
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.cpu._is_amx_fp16_supported()
+
+
+def measure(dtype: torch.dtype) -> tuple[float, float]:
+    """Seconds of one product of square matrices, native and wide, the best of a few each."""
+    a = torch.ones(_SIZE, _SIZE, dtype=dtype)
+
+    def best(run: object) -> float:
+        assert callable(run)
+        run()
+        times = []
+        for _ in range(_REPEATS):
+            start = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    with torch.no_grad():
+        return best(lambda: torch.mm(a, a)), best(lambda: torch.mm(a.float(), a.float()).to(dtype))

@@ -1,0 +1,171 @@
+"""fuse_cast_matmul: a matrix product rounds its operands as it reads them, and gives a weight gradient in fp32.
+
+1. ``mm(cast(x, bf16), t(cast(w, bf16)))``  →  ``cast_matmul(x, t(w), None, bf16, bf16)``; likewise ``addmm`` with its
+   bias, and ``bmm``. A cast goes in only if what it reads is an input of the graph (which is there anyway) or nothing
+   else reads it, and only if all that read the low copy are such products: where the low copy is needed, it is read.
+2. ``unscale([t(mm(g, x): bf16)])``, ``return cast(mm(g, x): bf16, f32)``  →  ``cast_matmul(g, x, None, bf16, f32)``, in
+   the backward: a gradient that is wanted in fp32 comes out of the sum in fp32, and is never rounded to low
+3. on a CPU that computes low products in fp32 (``kernels/cpu.py``) every product of low operands becomes one; on one
+   that has low-precision units none does
+
+Off with ``Policy.torch``, whose results are autocast's to the bit.
+
+Requires: folded, eager. Ensures: fused. A second run changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from amp_compiler import graph as g
+from amp_compiler.kernels import cast_matmul as _defines_cast_matmul  # noqa: F401
+from amp_compiler.kernels.cpu import runs_wide
+
+from .base import Context, Dialect, Pass
+
+aten = torch.ops.aten
+PRODUCTS = {aten.mm.default, aten.bmm.default, aten.addmm.default}
+#: ops that only name the elements in another order: a cast commutes with them, and a product reads through them
+_VIEWS = {aten.t.default, aten.transpose.int, aten.permute.default}
+
+
+def run(gm: fx.GraphModule, ctx: Context) -> bool:
+    if ctx.policy.autocast_device is not None:
+        return False
+    graph = gm.graph
+    products = [n for n in graph.nodes if n.target in PRODUCTS and _is_low_product(n)]
+    wide = {n: out for n in products if (out := _wide_reader(n)) is not None}
+    absorbed = _absorbable(products)
+    modified = False
+    for node in products:
+        operands = _operands(node)
+        fuses = node in wide or any(_cast_behind(x) in absorbed for x in operands if x is not None)
+        if fuses or node.meta["val"].device.type == "cpu":
+            _replace(graph, node, operands, absorbed, node in wide)
+            modified = True
+    if modified:
+        graph.eliminate_dead_code()
+        gm.recompile()
+    return modified
+
+
+def _is_low_product(node: fx.Node) -> bool:
+    value = g.tensor_of(node)
+    if value is None or value.dtype not in g.LOW_DTYPES or value.device.type not in ("cpu", "cuda"):
+        return False
+    if value.device.type == "cpu" and not runs_wide(value.dtype):
+        return False  # a CPU with low-precision units: torch's own product is the faster one
+    if node.target is aten.addmm.default:
+        bias = g.tensor_of(node.args[0]) if isinstance(node.args[0], fx.Node) else None
+        return bias is not None and bias.dim() == 1 and not node.kwargs
+    return not node.kwargs
+
+
+def _operands(node: fx.Node) -> list[fx.Node | None]:
+    """(left, right, bias)."""
+    if node.target is aten.addmm.default:
+        bias, left, right = node.args
+    else:
+        (left, right), bias = node.args, None
+    return [x if isinstance(x, fx.Node) else None for x in (left, right, bias)]
+
+
+# ------------------------------------------------------------------------------------- casts of operands
+
+
+def _cast_behind(node: fx.Node | None) -> fx.Node | None:
+    """The cast from fp32 that an operand is, possibly seen in another order."""
+    while node is not None and node.target in _VIEWS:
+        source = node.args[0]
+        node = source if isinstance(source, fx.Node) else None
+    is_rounding = node is not None and g.is_float_cast(node) and g.cast_source(node).meta["val"].dtype is torch.float32
+    return node if is_rounding else None
+
+
+def _final_readers(node: fx.Node) -> Iterator[fx.Node]:
+    for user in node.users:
+        if user.target in _VIEWS:
+            yield from _final_readers(user)
+        else:
+            yield user
+
+
+def _absorbable(products: list[fx.Node]) -> set[fx.Node]:
+    casts = {c for n in products for x in _operands(n) if (c := _cast_behind(x)) is not None}
+    taking = set(products)
+    return {
+        c for c in casts
+        if (g.cast_source(c).op == "placeholder" or len(g.cast_source(c).users) == 1 == len(list(_final_readers(c))))
+        and all(reader in taking for reader in _final_readers(c))
+    }  # fmt: skip
+
+
+def _without_cast(graph: fx.Graph, node: fx.Node, cast: fx.Node, product: fx.Node) -> fx.Node:
+    """The operand again, in the same order of elements, from what the cast reads. A view that was taken in the forward
+    is the backward's own now, if the product is: torch's partitioners go by that mark."""
+    if node is cast:
+        return g.cast_source(cast)
+    source = _without_cast(graph, node.args[0], cast, product)  # type: ignore[arg-type]
+    new = graph.call_function(node.target, (source, *node.args[1:]), node.kwargs)  # type: ignore[arg-type]
+    new.meta = {**node.meta, "val": g.retype(node.meta["val"], torch.float32)}
+    for key in ("partitioner_tag", "recompute", "ac_graph_id"):
+        new.meta.pop(key, None)
+        if key in product.meta:
+            new.meta[key] = product.meta[key]
+    return new
+
+
+# ------------------------------------------------------------------------------------------- fp32 results
+
+
+def _wide_reader(node: fx.Node) -> fx.Node | None:
+    """The cast to fp32 or the unscale that alone reads the product, possibly in another order of elements."""
+    while len(node.users) == 1:
+        (user,) = node.users
+        if g.op_name(user) == "amp::unscale" and node.meta["val"].dtype in g.LOW_DTYPES:
+            return user
+        if g.is_float_cast(user) and g.cast_dtype(user) is torch.float32:
+            of_backward = user.meta.get("partitioner_tag") == "is_backward"
+            return user if of_backward and all(u.op == "output" for u in user.users) else None
+        if user.target not in _VIEWS:
+            return None
+        node = user
+    return None
+
+
+def _replace(
+    graph: fx.Graph, node: fx.Node, operands: list[fx.Node | None], absorbed: set[fx.Node], wide: bool
+) -> None:
+    low = node.meta["val"].dtype
+    with graph.inserting_before(node):
+        given: list[Any] = []
+        for operand in operands:
+            cast = _cast_behind(operand)
+            takes = operand is not None and cast is not None and cast in absorbed
+            given.append(_without_cast(graph, operand, cast, node) if takes and operand and cast else operand)
+        out = torch.float32 if wide else low
+        new = graph.call_function(torch.ops.amp.cast_matmul.default, (*given, low, out))
+    new.meta = dict(node.meta)
+    new.meta["val"] = g.retype(node.meta["val"], out)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+    if wide:
+        _widen_readers(graph, new)
+
+
+def _widen_readers(graph: fx.Graph, node: fx.Node) -> None:
+    """The views behind a product that is fp32 now are fp32 too, and a cast to fp32 does nothing any more."""
+    for user in list(node.users):
+        if user.target in _VIEWS:
+            user.meta["val"] = g.retype(user.meta["val"], torch.float32)
+            _widen_readers(graph, user)
+        elif g.is_cast(user):
+            user.replace_all_uses_with(node)
+            graph.erase_node(user)
+
+
+PASS = Pass("fuse_cast_matmul", Dialect.FUNCTIONAL, requires=("folded", "eager"), ensures=("fused",), run=run)

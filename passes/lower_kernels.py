@@ -1,0 +1,39 @@
+"""lower_kernels: on a CPU without low-precision units, convolution and attention run in fp32 between two roundings.
+
+``convolution(x: bf16, w: bf16)``  →  ``amp::wide_convolution(x, w)``; likewise its backward, attention's, ``baddbmm``
+
+The same arguments and results; see ``kernels/wide.py`` for what they compute and ``kernels/cpu.py`` for when. Off with
+``Policy.torch``, whose results are autocast's to the bit.
+
+Requires: folded, eager. Ensures: lowered. A second run changes nothing.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from amp_compiler import graph as g
+from amp_compiler.kernels.cpu import runs_wide
+from amp_compiler.kernels.wide import OPS, wide_form
+
+from .base import Context, Dialect, Pass
+
+
+def run(gm: fx.GraphModule, ctx: Context) -> bool:
+    if ctx.policy.autocast_device is not None:
+        return False
+    modified = False
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or node.target not in OPS:
+            continue
+        values = [v for _, a in g.tensor_args(node) if (v := g.tensor_of(a)) is not None]
+        low = {v.dtype for v in values if v.dtype in g.LOW_DTYPES}
+        if len(low) == 1 and all(v.device.type == "cpu" for v in values) and runs_wide(next(iter(low))):
+            node.target = wide_form(node.target)
+            modified = True
+    if modified:
+        gm.recompile()
+    return modified
+
+
+PASS = Pass("lower_kernels", Dialect.FUNCTIONAL, requires=("folded", "eager"), ensures=("lowered",), run=run)

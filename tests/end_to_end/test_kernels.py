@@ -1,0 +1,88 @@
+"""amp_compile with the kernels of a CPU that has no low-precision units: the same numerics, within their rounding."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from amp_compiler import Policy, amp_compile, count_casts
+from amp_compiler.kernels import cpu
+from amp_compiler.profile import count_ops
+from helpers import BF16, F16, LOW
+from networks import NETWORKS
+
+#: an op of each kind: products, convolution, attention, recurrence, shared weights, a custom function
+NAMES = ("dense", "conv_bn", "encoder", "gru", "shared_weights", "custom_function", "llama")
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(cpu.SETTING, "wide")
+
+
+def trained(name: str, dtype: torch.dtype, level: str, **options: object) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    torch.manual_seed(0)
+    model, args = NETWORKS[name]()
+    run = model if level == "fp32" else amp_compile(model, level=level, dtype=dtype, **options)
+    out = run(*(a.detach() for a in args)).float()
+    out.pow(2).mean().backward()
+    return out.detach(), [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def error(got: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((got - exact).norm() / (exact.norm() + 1e-12))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_as_near_to_fp32_as_the_native_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels round less often than torch's own, never more: at most half as far again from fp32 as these."""
+    dtype = BF16 if NAMES.index(name) % 2 else F16
+    exact, exact_grads = trained(name, dtype, "fp32")
+    ours, our_grads = trained(name, dtype, "O2")
+    monkeypatch.setenv(cpu.SETTING, "native")
+    native, native_grads = trained(name, dtype, "O2")
+    eps = torch.finfo(dtype).eps
+    assert error(ours, exact) <= 1.5 * error(native, exact) + eps
+    assert len(our_grads) == len(exact_grads)
+    for mine, theirs, true in zip(our_grads, native_grads, exact_grads, strict=True):
+        assert mine.dtype is torch.float32
+        assert error(mine, true) <= 1.5 * error(theirs, true) + eps
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_no_low_product_is_left_to_torch(dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
+    compiled, x = amp_compile(model, level="O2", dtype=dtype), torch.randn(3, 4)
+    compiled(x).sum().backward()
+    ops = count_ops(lambda: compiled(x).sum().backward())
+    assert ops["amp::cast_matmul"] == 5
+    assert not {"aten::mm", "aten::addmm"} & set(ops)
+    casts = count_casts(lambda: compiled(x).sum().backward())
+    assert casts.inside[0] > 0
+    assert not any(name.startswith("amp::") for name in casts.by_op)
+
+
+def test_switched_off_by_name() -> None:
+    model, x = nn.Linear(4, 8), torch.randn(3, 4)
+    compiled = amp_compile(model, dtype=BF16, disable_passes=["fuse_cast_matmul", "lower_kernels"])
+    compiled(x)
+    assert "amp::cast_matmul" not in count_ops(lambda: compiled(x))
+
+
+def test_with_autocasts_policy_they_are_off() -> None:
+    model, x = nn.Linear(4, 8), torch.randn(3, 4)
+    compiled = amp_compile(model, policy=Policy.torch("cpu", BF16), keep_output_dtypes=False)
+    with torch.autocast("cpu", BF16):
+        expected = copy.deepcopy(model)(x)
+    assert torch.equal(compiled(x), expected)
+
+
+def test_inference_folds_weights_into_the_product() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(3, 4)
+    compiled = amp_compile(model, level="O2", dtype=F16)
+    with torch.no_grad():
+        compiled(x)
+        assert count_casts(lambda: compiled(x)).number == 1  # the result, back to fp32

@@ -1,0 +1,93 @@
+"""amp::cast_matmul on a CPU: rounded operands, fp32 sums, one rounding; against fp64 within that arithmetic's bound."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.library import opcheck
+
+from amp_compiler.kernels.cast_matmul import cast_matmul, reference
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+LOW = (F16, BF16)
+
+
+def bound(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out: torch.dtype) -> Tensor:
+    """K + 1 additions in fp32, each off by at most 2^-24 of the sum of magnitudes, then one rounding to ``out``."""
+    sizes = a.to(dtype).double().abs() @ b.to(dtype).double().abs()
+    if bias is not None:
+        sizes = sizes + bias.to(dtype).double().abs()
+    exact = reference(a, b, bias, dtype, F32).double().abs()
+    sums = (a.shape[-1] + 2) * 2.0**-24 * sizes
+    return sums + (exact + sums) * torch.finfo(out).eps + torch.finfo(out).tiny
+
+
+def check(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out: torch.dtype) -> None:
+    result = cast_matmul(a, b, bias, dtype, out)
+    assert result.dtype is out
+    exact = a.to(dtype).double() @ b.to(dtype).double() + (0 if bias is None else bias.to(dtype).double())
+    assert bool(((result.double() - exact).abs() <= bound(a, b, bias, dtype, out)).all())
+
+
+@settings(max_examples=60)
+@given(
+    m=st.integers(0, 9), k=st.integers(0, 17), n=st.integers(0, 9), batch=st.sampled_from([0, 1, 3]),
+    kinds=st.tuples(st.sampled_from([F32, F16, BF16]), st.sampled_from([F32, F16, BF16])),
+    dtype=st.sampled_from(LOW), wide=st.booleans(), biased=st.booleans(),
+    turned=st.tuples(st.booleans(), st.booleans()), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_any_shape_dtype_and_order(
+    m: int, k: int, n: int, batch: int, kinds: tuple[torch.dtype, torch.dtype], dtype: torch.dtype, wide: bool,
+    biased: bool, turned: tuple[bool, bool], seed: int,
+) -> None:  # fmt: skip
+    torch.manual_seed(seed)
+
+    def operand(rows: int, columns: int, kind: torch.dtype, turn: bool) -> Tensor:
+        shape = (columns, rows) if turn else (rows, columns)
+        x = torch.randn(*((batch, *shape) if batch else shape)).to(kind)
+        return x.transpose(-1, -2) if turn else x
+
+    a, b = operand(m, k, kinds[0], turned[0]), operand(k, n, kinds[1], turned[1])
+    check(a, b, torch.randn(n) if biased else None, dtype, F32 if wide else dtype)
+
+
+def test_operands_are_rounded_and_the_result_once() -> None:
+    a = torch.tensor([[1 + 2**-9]])  # rounds to 1 in bf16
+    assert cast_matmul(a, torch.tensor([[1.0]]), None, BF16, F32).item() == 1.0
+    ones = torch.ones(1, 257)
+    assert cast_matmul(ones, ones.t(), None, BF16, F32).item() == 257.0  # added up in fp32
+    assert cast_matmul(ones, ones.t(), None, BF16, BF16).item() == 256.0  # and then rounded to even
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e6])
+def test_what_is_not_finite_shows(value: float) -> None:
+    """1e6 does not fit fp16: it is infinite as an operand, as after a cast."""
+    a = torch.tensor([[value, 1.0]])
+    assert not cast_matmul(a, torch.ones(2, 1), None, F16, F32).isfinite().any()
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_gradients(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    a, b, bias = (torch.randn(*s, requires_grad=True) for s in ((4, 3), (3, 5), (5,)))
+    out = torch.randn(4, 5)
+    got = torch.autograd.grad(cast_matmul(a, b, bias, dtype, dtype).float(), (a, b, bias), out)
+    low = [x.detach().to(dtype).float() for x in (a, b, out)]
+    expected = (low[2] @ low[1].t(), low[0].t() @ low[2], low[2].sum(0))
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=8 * 2.0**-22)  # up to 5 products of numbers up to 4
+
+
+def test_torch_itself_finds_nothing_wrong() -> None:
+    a, b = torch.randn(3, 4), torch.randn(4, 2, dtype=BF16)
+    opcheck(torch.ops.amp.cast_matmul.default, (a, b, torch.randn(2), BF16, F32))
+    opcheck(torch.ops.amp.cast_matmul.default, (a[None], b[None], None, BF16, BF16))
+
+
+def test_compiled() -> None:
+    a, b = torch.randn(3, 4), torch.randn(4, 2)
+    run = torch.compile(lambda a, b: cast_matmul(a, b, None, F16, F32) * 2, backend="aot_eager", fullgraph=True)
+    assert torch.equal(run(a, b), cast_matmul(a, b, None, F16, F32) * 2)

@@ -1,0 +1,80 @@
+"""amp::wide_*: the native op's arguments, dtypes and shapes, fp32's arithmetic, one rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from amp_compiler.kernels import cpu
+from amp_compiler.kernels.wide import OPS, wide_form
+
+aten: Any = torch.ops.aten
+LOW = (torch.bfloat16, torch.float16)
+
+
+def cases(dtype: torch.dtype) -> dict[Any, tuple[tuple[Any, ...], dict[str, Any]]]:
+    torch.manual_seed(0)
+    x, w, b = torch.randn(2, 4, 6, 6).to(dtype), torch.randn(6, 2, 3, 3).to(dtype), torch.randn(6).to(dtype)
+    rest = ([1, 1], [1, 1], [1, 1], False, [0, 0], 2)
+    q, k, v = (torch.randn(2, 2, 5, 8).to(dtype) for _ in range(3))
+    attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+    out, logs = attention(q, k, v)
+    return {
+        aten.convolution.default: ((x, w, b, *rest), {}),
+        aten.convolution_backward.default: (
+            (torch.randn(2, 6, 6, 6).to(dtype), x, w, [6], *rest, [False, True, True]), {}),
+        aten.baddbmm.default: ((q[0], q[0], k[0].transpose(1, 2)[..., :8, :5].expand(2, 8, 5) @ q[0]), {"beta": 0.5}),
+        attention: ((q, k, v), {"scale": 0.3, "attn_mask": torch.zeros(5, 5).to(dtype)}),
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (
+            (torch.randn_like(out), q, k, v, out, logs, 0.0, False), {}),
+    }  # fmt: skip
+
+
+def leaves(result: Any) -> list[Tensor | None]:
+    return list(pytree.tree_leaves(result, is_leaf=lambda x: x is None))
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("op", list(OPS), ids=lambda op: op._schema.name.removeprefix("aten::"))
+def test_rounds_fp32s_result_once(op: Any, dtype: torch.dtype) -> None:
+    args, kwargs = cases(dtype)[op]
+    got = leaves(wide_form(op)(*args, **kwargs))
+    native = leaves(op(*args, **kwargs))
+    floats, named = pytree.tree_map(
+        lambda x: x.float() if isinstance(x, Tensor) and x.dtype is dtype else x, (args, kwargs)
+    )
+    exact = leaves(op(*floats, **named))
+    assert len(got) == len(native)
+    for mine, theirs, wide in zip(got, native, exact, strict=True):
+        if mine is None or theirs is None:
+            assert mine is theirs is None
+            continue
+        assert wide is not None
+        assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
+        assert torch.equal(mine, wide.to(mine.dtype))
+
+
+def test_the_choice() -> None:
+    assert cpu.choose(torch.bfloat16, "wide").wide
+    assert not cpu.choose(torch.float16, "native").wide
+    with pytest.raises(ValueError, match="AMP_CPU_KERNELS='fast' is none of"):
+        cpu.choose(torch.float16, "fast")
+    native, wide = cpu.measure(torch.bfloat16)
+    assert native > 0
+    assert wide > 0
+
+
+@pytest.mark.parametrize(("units", "wide"), [(False, True), (True, None)])
+def test_capability_decides_first(units: bool, wide: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "has_units", lambda dtype: units)
+    monkeypatch.setattr(cpu, "measure", lambda dtype: (1.0, 2.0))
+    cpu.choose.cache_clear()
+    chosen = cpu.choose(torch.bfloat16)
+    cpu.choose.cache_clear()
+    assert chosen.wide is bool(wide)
+    assert ("no bfloat16 units" in chosen.reason) is (not units)
+    assert ("measured" in chosen.reason) is units

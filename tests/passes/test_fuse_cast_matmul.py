@@ -1,0 +1,173 @@
+"""fuse_cast_matmul and lower_kernels: casts go into the products that read them, and a CPU computes low ops in fp32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx
+
+from amp_compiler import Policy
+from amp_compiler import graph as g
+from amp_compiler.errors import PipelineError
+from amp_compiler.kernels import cpu
+from amp_compiler.passes import fold_casts, fuse_cast_matmul, lower_kernels, scale_loss
+from amp_compiler.pipeline import Pipeline
+from helpers import BF16, F16, F32, casts, check_pass, context, functional, step_graph
+
+X, W, B = torch.randn(4, 3), torch.randn(5, 3), torch.randn(5)
+FUSE, LOWER = fuse_cast_matmul.PASS, lower_kernels.PASS
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(cpu.SETTING, "wide")
+
+
+def ops(gm: fx.GraphModule) -> list[str]:
+    return [g.op_name(n) for n in gm.graph.nodes if n.op == "call_function" and not g.is_getitem(n)]
+
+
+def folded(fn: Any, *inputs: Tensor) -> fx.GraphModule:
+    gm = functional(fn, *inputs)
+    fold_casts.PASS.run(gm, context())
+    return gm
+
+
+def linear(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return torch.addmm(b.to(BF16), x.to(BF16), w.to(BF16).t())
+
+
+def test_casts_of_inputs_go_into_the_product() -> None:
+    check_pass(FUSE, folded(linear, X, W, B), modified=True, expected_text="""
+        input x_1: f32[4, 3]
+        input w_1: f32[5, 3]
+        input b_1: f32[5]
+        t_default: f32[3, 5] = t(w_1)
+        cast_matmul_default: bf16[4, 5] = cast_matmul(x_1, t_default, b_1, bf16, bf16)
+        return cast_matmul_default
+    """)  # fmt: skip
+
+
+def test_the_numbers_are_a_low_products() -> None:
+    gm = check_pass(FUSE, folded(linear, X, W, B), modified=True)
+    low = [t.to(BF16).double() for t in (X, W, B)]
+    exact = low[0] @ low[1].t() + low[2]
+    error = (gm(X, W, B).double() - exact).abs()
+    assert bool((error <= exact.abs() * 2**-8 + 1e-5).all())  # half an ulp of bf16, and fp32's sums of four
+
+
+def test_a_low_copy_that_is_needed_elsewhere_is_read() -> None:
+    def fn(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        low = x.to(BF16)
+        return low @ w.to(BF16).t(), low.sin()
+
+    gm = check_pass(FUSE, folded(fn, X, W), modified=True)
+    assert [g.cast_source(n).name for n in casts(gm)] == ["x_1"]
+    product = next(n for n in gm.graph.nodes if g.op_name(n) == "amp::cast_matmul")
+    assert product.args[0].meta["val"].dtype is BF16
+    assert product.args[1].meta["val"].dtype is F32
+
+
+def test_a_value_of_the_graph_is_not_kept_wide_for_two_readers() -> None:
+    def fn(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        low = x.sin().to(BF16)
+        return low @ w.to(BF16).t(), low @ w.to(BF16).t() * 2
+
+    gm = check_pass(FUSE, folded(fn, X, W), modified=True)
+    assert [g.cast_source(n).name for n in casts(gm)] == ["sin"]
+
+
+def test_fp32_products_stay() -> None:
+    check_pass(FUSE, folded(lambda x, w: x @ w.t(), X, W), modified=False)
+
+
+def test_low_operands_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing to fuse: only a CPU that computes in fp32 takes it."""
+    gm = folded(lambda x, w: x @ w.t(), X.to(BF16), W.to(BF16))
+    monkeypatch.setenv(cpu.SETTING, "native")
+    check_pass(FUSE, gm, modified=False)
+    monkeypatch.setenv(cpu.SETTING, "wide")
+    check_pass(FUSE, gm, modified=True)
+    assert "amp::cast_matmul" in ops(gm)
+
+
+def test_scaled_sums_stay() -> None:
+    fn = lambda x, w, b: torch.addmm(b.to(BF16), x.to(BF16), w.to(BF16).t(), beta=2)  # noqa: E731
+    check_pass(FUSE, folded(fn, X, W, B), modified=False)
+
+
+def test_autocasts_own_numerics_are_left_alone() -> None:
+    torch_policy = context(policy=Policy.torch("cpu", BF16))
+    assert FUSE.run(folded(linear, X, W, B), torch_policy) is False
+    conv = folded(lambda x, w: torch.conv1d(x, w), torch.randn(1, 2, 5).half(), torch.randn(3, 2, 2).half())
+    assert LOWER.run(conv, torch_policy) is False
+
+
+def test_a_weight_gradient_comes_out_in_fp32() -> None:
+    w = W.clone().requires_grad_()
+    gm = step_graph(lambda w, x: (x.to(BF16) @ w.to(BF16).t()).float().pow(2).mean(), w, X)
+    scale_loss.PASS.run(gm, context())
+    fold_casts.PASS.run(gm, context())
+    check_pass(FUSE, gm, modified=True)
+    (unscale,) = [n for n in gm.graph.nodes if g.op_name(n) == "amp::unscale"]
+    assert [n.meta["val"].dtype for n in unscale.args[0]] == [F32]
+    assert all(g.cast_source(n).name not in ("p0", "p1") for n in casts(gm))
+
+
+def test_a_gradient_that_something_else_reads_is_rounded() -> None:
+    gm = folded(lambda x, w: (lambda y: (y.float(), y.sin()))(x.to(BF16) @ w.to(BF16).t()), X, W)
+    check_pass(FUSE, gm, modified=True)
+    assert next(n for n in gm.graph.nodes if g.op_name(n) == "amp::cast_matmul").meta["val"].dtype is BF16
+
+
+@settings(max_examples=20)
+@given(batch=st.integers(0, 3), low=st.sampled_from([BF16, F16]), turned=st.booleans(), seed=st.integers(0, 50))
+def test_any_product(batch: int, low: torch.dtype, turned: bool, seed: int) -> None:
+    torch.manual_seed(seed)
+    shape = (batch,) if batch else ()
+    a, b = torch.randn(*shape, 4, 3), torch.randn(*shape, 5, 3) if turned else torch.randn(*shape, 3, 5)
+
+    def fn(a: Tensor, b: Tensor) -> Tensor:
+        right = b.to(low).transpose(-1, -2) if turned else b.to(low)
+        return torch.bmm(a.to(low), right) if batch else torch.mm(a.to(low), right)
+
+    gm = check_pass(FUSE, folded(fn, a, b), modified=True)
+    assert casts(gm) == []
+    wide = b.to(low).float()
+    exact = (a.to(low).float() @ (wide.transpose(-1, -2) if turned else wide)).to(low)
+    torch.testing.assert_close(gm(a, b), exact, rtol=torch.finfo(low).eps, atol=1e-6)  # sums in another order
+
+
+# ---------------------------------------------------------------------------------------- lower_kernels
+
+
+def test_convolution_and_attention_are_lowered() -> None:
+    image, kernel = torch.randn(1, 2, 5, 5).half(), torch.randn(3, 2, 3, 3).half()
+    heads = torch.randn(1, 2, 4, 8).half()
+
+    def fn(x: Tensor, w: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.conv2d(x, w), torch.nn.functional.scaled_dot_product_attention(q, q, q)
+
+    gm = check_pass(LOWER, folded(fn, image, kernel, heads), modified=True)
+    assert [op for op in ops(gm) if op.startswith("amp::")] == [
+        "amp::wide_convolution", "amp::wide_scaled_dot_product_flash_attention_for_cpu",
+    ]  # fmt: skip
+    got = gm(image, kernel, heads)
+    assert torch.equal(got[0], torch.conv2d(image.float(), kernel.float()).half())
+
+
+def test_native_and_fp32_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    image, kernel = torch.randn(1, 2, 5), torch.randn(3, 2, 3)
+    check_pass(LOWER, folded(torch.conv1d, image, kernel), modified=False)
+    monkeypatch.setenv(cpu.SETTING, "native")
+    check_pass(LOWER, folded(torch.conv1d, image.half(), kernel.half()), modified=False)
+
+
+def test_they_come_after_folding() -> None:
+    for pass_ in (FUSE, LOWER):
+        with pytest.raises(PipelineError, match="needs 'folded'"):
+            Pipeline((pass_,), ("functional", "eager"))
