@@ -14,7 +14,7 @@ pytest.register_assert_rewrite("helpers")
 os.environ["AMP_VERIFY"] = (
     "deep"  # every pass result is propagated again on fakes, see amp_compiler/verify.py
 )
-os.environ["AMP_CPU_KERNELS"] = "native"  # tests of kernels set "wide", whatever CPU they run on
+os.environ.setdefault("AMP_CPU_KERNELS", "native")  # tests of kernels set "wide", whatever CPU they run on
 torch.set_num_threads(1)
 
 settings.register_profile(

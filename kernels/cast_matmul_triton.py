@@ -1,0 +1,426 @@
+"""``amp::cast_matmul`` on GPUs, in Triton: operands rounded to fp16 or bf16 as they are loaded, fp32 accumulation.
+
+Imported only when a CUDA (or ROCm) tensor needs it. ``cast_matmul`` is the launcher, ``CONFIGS`` the tuning
+configurations of each target, ``choose`` picks one. ``python -m amp_compiler.kernels.check`` compiles all of them.
+
+How the work is laid out:
+
+1. One program computes one BLOCK_M × BLOCK_N tile of one matrix of the batch. Programs that run at the same time work
+   on GROUP_M neighbouring rows of tiles, so that they share the columns of ``b`` in the L2 cache.
+2. Strides are arguments: a transposed operand is read where it is, a broadcast one has batch stride 0.
+3. Every load has a mask and gives 0 outside the matrices, whatever lies in memory there. 0 · 0 adds nothing; were one
+   side left unmasked, 0 · inf would give NaN.
+4. If the output has too few tiles to fill the GPU and K is long, K is split: each program writes an fp32 partial sum
+   to a workspace, and a second small kernel adds them in a fixed order. No atomics: the same inputs give the same bits.
+5. Offsets have 32 bits where that is enough (it saves registers) and 64 where a tensor spans 2^31 elements.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOW = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+OPERANDS = (torch.float32, torch.float16, torch.bfloat16)
+AUTOTUNE = "AMP_CUDA_AUTOTUNE"  # set to 1: time all configurations of the target once a shape, on the GPU itself
+STEP = 128  # every BLOCK_K divides it; the pieces of a split K are multiples of it
+SHORTEST = 512  # a piece of K shorter than this costs more in the workspace than the idle GPU does
+MOST_PIECES = 16  # the second kernel reads as many fp32 values for each output
+
+
+@dataclass(frozen=True)
+class Config:
+    """One tuning configuration, and why it is there."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    reason: str
+    unit: str = ""  # the tensor-core instruction, if it is not the target's best: its tile is too small for that
+    registers: int | None = None  # that a thread may have, if the compiler has to be told
+    group_m: int = 8
+
+    @property
+    def name(self) -> str:
+        return f"{self.block_m}x{self.block_n}x{self.block_k} w{self.warps} s{self.stages}"
+
+    def meta(self) -> dict[str, int]:
+        """The compile-time arguments of the kernel."""
+        return {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_K": self.block_k, "GROUP_M": self.group_m}
+
+    def compiler(self) -> dict[str, int]:
+        """The options for Triton's compiler."""
+        options = {"num_warps": self.warps, "num_stages": self.stages}
+        return options if self.registers is None else {**options, "maxnreg": self.registers}
+
+    @property
+    def takes_unaligned(self) -> bool:
+        """Operands that are loaded element by element need a register for each address, beside those of the sums."""
+        threads = 32 * self.warps
+        loads, sums = (self.block_m + self.block_n) * self.block_k // threads, self.block_m * self.block_n // threads
+        return loads <= 64 and loads + sums <= 128
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kind of GPU: what the choice of a configuration and the offline check need to know about it."""
+
+    name: str
+    processors: int  # streaming multiprocessors or compute units
+    unit: str  # its best tensor-core instruction
+    configs: tuple[Config, ...]
+
+
+# Left alone, NVIDIA's assembler spills a few values of some of these tiles to make room for one more program.
+ALL_REGISTERS = 255
+
+# Shared memory holds `stages` copies of both operand tiles as they are in memory, fp32 at worst, and one rounded copy:
+# the fp32 case sets the limit of every row here, and the check compiles it.
+CONFIGS_SM80 = (
+    Config(128, 128, 32, 8, 4, "large square products: most reuse that fits 163 KB with fp32 operands"),
+    Config(128, 64, 32, 4, 3, "tall outputs: two programs a processor hide each other's loads", registers=ALL_REGISTERS),
+    Config(64, 128, 32, 4, 3, "wide outputs, the mirror image"),
+    Config(64, 64, 64, 4, 3, "middle sizes: four times the programs of the largest tile"),
+    Config(32, 64, 64, 4, 4, "batches of 32 rows or fewer: no half of the tile is padding"),
+    Config(16, 64, 128, 4, 3, "a few rows against a large weight: limited by memory, long loads"),
+    Config(64, 16, 128, 4, 3, "a few columns, the mirror image"),
+    Config(32, 32, 64, 2, 4, "small matrices in large batches"),
+)
+CONFIGS_SM90 = (
+    Config(128, 256, 32, 8, 4, "large products: the widest wgmma, most reuse; a deeper tile of fp32 spills registers"),
+    Config(128, 128, 64, 8, 3, "large products of fewer tiles, deeper pipeline"),
+    Config(128, 64, 64, 4, 3, "tall outputs: one warp group, two programs a processor"),
+    Config(64, 128, 64, 4, 3, "wide outputs, the mirror image"),
+    Config(64, 64, 64, 4, 4, "middle sizes: 64 rows are the smallest tile that wgmma takes"),
+    Config(64, 32, 128, 4, 3, "narrow outputs and a long K"),
+    Config(16, 64, 128, 4, 3, "a few rows against a large weight: limited by memory", "mma.sync"),
+    Config(32, 32, 64, 2, 4, "small matrices in large batches", "mma.sync"),
+)
+CONFIGS_SM100 = (
+    Config(128, 256, 64, 8, 3, "large products: the accumulator takes half of the tensor memory"),
+    Config(128, 128, 64, 8, 3, "large products of fewer tiles, deeper pipeline", registers=ALL_REGISTERS),
+    Config(128, 64, 64, 4, 3, "tall outputs: two programs a processor", registers=ALL_REGISTERS),
+    Config(64, 128, 64, 4, 3, "wide outputs: 64 rows are the smallest tile that tcgen05 takes"),
+    Config(64, 64, 64, 4, 4, "middle sizes", registers=ALL_REGISTERS),
+    Config(128, 32, 128, 4, 2, "narrow outputs and a long K"),
+    Config(16, 64, 128, 4, 3, "a few rows against a large weight: limited by memory", "mma.sync"),
+    Config(32, 32, 64, 2, 4, "small matrices in large batches", "mma.sync"),
+)
+CONFIGS_GFX942 = (
+    Config(128, 128, 32, 8, 2, "large square products: 64 KB of LDS is the limit"),
+    Config(128, 64, 32, 4, 2, "tall outputs"),
+    Config(64, 128, 32, 4, 2, "wide outputs, the mirror image"),
+    Config(64, 64, 64, 4, 2, "middle sizes: four times the programs"),
+    Config(32, 64, 64, 4, 2, "batches of 32 rows or fewer"),
+    Config(16, 64, 128, 4, 2, "a few rows against a large weight: limited by memory, long loads"),
+    Config(64, 16, 128, 4, 2, "a few columns, the mirror image"),
+    Config(32, 32, 64, 2, 2, "small matrices in large batches"),
+)
+# The rest of NVIDIA's GPUs that know bf16 (sm_86, sm_89, sm_120): 99 KB of shared memory.
+CONFIGS_SM86 = (
+    Config(128, 64, 32, 4, 3, "large products: 99 KB of shared memory with fp32 operands", registers=ALL_REGISTERS),
+    Config(64, 64, 32, 4, 3, "middle sizes", registers=ALL_REGISTERS),
+    Config(16, 64, 128, 4, 2, "a few rows against a large weight", registers=ALL_REGISTERS),
+    Config(32, 32, 64, 2, 3, "small matrices in large batches"),
+)
+
+TARGETS = {
+    target.name: target
+    for target in (
+        Target("sm_80", 108, "mma.sync", CONFIGS_SM80),
+        Target("sm_86", 84, "mma.sync", CONFIGS_SM86),
+        Target("sm_90", 132, "wgmma", CONFIGS_SM90),
+        Target("sm_100", 148, "tcgen05", CONFIGS_SM100),
+        Target("gfx942", 304, "mfma", CONFIGS_GFX942),
+    )
+}
+
+
+def choose(
+    m: int, n: int, k: int, target: str, batch: int = 1, aligned: bool = True
+) -> tuple[Config, int]:
+    """A configuration for an [m, k] @ [k, n] product (``batch`` of them), and into how many pieces K is split.
+
+    The cost of a configuration is the number of rounds in which its programs fill the GPU, times what one program
+    costs: its multiplications, and its loads, which weigh as much as 64 multiplications. Ties go to the first. Operands
+    that are not aligned leave only the configurations that can take them.
+
+    >>> choose(4096, 4096, 4096, "sm_90")[0].name
+    '128x256x32 w8 s4'
+    >>> choose(16, 1024, 8192, "sm_90")[1]
+    8
+    """
+    kind = TARGETS[target]
+
+    def tiles(config: Config) -> int:
+        return batch * _ceil(m, config.block_m) * _ceil(n, config.block_n)
+
+    def pieces(config: Config) -> int:
+        return max(1, min(kind.processors // max(1, tiles(config)), k // SHORTEST, MOST_PIECES))
+
+    def cost(config: Config) -> float:
+        rounds = _ceil(tiles(config) * pieces(config), kind.processors)
+        rows, columns = config.block_m, config.block_n
+        return rounds * (rows * columns + 64 * (rows + columns)) / pieces(config)
+
+    best = min((config for config in kind.configs if aligned or config.takes_unaligned), key=cost)
+    return best, pieces(best)
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def matmul_kernel(  # type: ignore[no-untyped-def]
+    a,
+    b,
+    bias,
+    out,
+    M,
+    N,
+    K,
+    batch,
+    piece,  # how much of K each program adds up
+    stride_az,
+    stride_am,
+    stride_ak,
+    stride_bz,
+    stride_bk,
+    stride_bn,
+    stride_bias,
+    DTYPE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EVEN_K: tl.constexpr,  # K is a multiple of BLOCK_K, and so is every piece of it
+    WIDE: tl.constexpr,  # 64-bit offsets
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """out[piece, batch, M, N], contiguous: the sum over one piece of K of round(a) · round(b), plus round(bias)."""
+    tiles_m = (M + BLOCK_M - 1) // BLOCK_M
+    tiles_n = (N + BLOCK_N - 1) // BLOCK_N
+    program = tl.program_id(0)
+    tile = program % (tiles_m * tiles_n)
+    slab = program // (tiles_m * tiles_n)
+    matrix = (slab % batch).to(tl.int64)
+    start = (slab // batch) * piece
+
+    # GROUP_M rows of tiles at a time, column by column
+    in_group = GROUP_M * tiles_n
+    first_m = (tile // in_group) * GROUP_M
+    group_m = tl.minimum(tiles_m - first_m, GROUP_M)
+    tile_m = first_m + (tile % in_group) % group_m
+    tile_n = (tile % in_group) // group_m
+
+    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    depth = tl.arange(0, BLOCK_K)
+    in_rows = (rows < M)[:, None]
+    in_columns = (columns < N)[None, :]
+    if WIDE:
+        rows = rows.to(tl.int64)
+        columns = columns.to(tl.int64)
+        depth = depth.to(tl.int64)
+
+    # One 64-bit base moves along K, the offsets of the tile stay: 64-bit pointers to every element would fill the
+    # registers where the elements cannot be loaded several at a time.
+    a_at = a + matrix * stride_az + start.to(tl.int64) * stride_ak
+    b_at = b + matrix * stride_bz + start.to(tl.int64) * stride_bk
+    in_a = rows[:, None] * stride_am + depth[None, :] * stride_ak
+    in_b = depth[:, None] * stride_bk + columns[None, :] * stride_bn
+    total = tl.full((BLOCK_M, BLOCK_N), 0.0, dtype=tl.float32)
+    end = tl.minimum(start + piece, K)
+    for k in range(start, end, BLOCK_K):
+        if EVEN_K:
+            left = tl.load(a_at + in_a, mask=in_rows, other=0.0)
+            right = tl.load(b_at + in_b, mask=in_columns, other=0.0)
+        else:
+            left = tl.load(a_at + in_a, mask=in_rows & (depth < end - k)[None, :], other=0.0)
+            right = tl.load(b_at + in_b, mask=in_columns & (depth < end - k)[:, None], other=0.0)
+        total = tl.dot(left.to(DTYPE), right.to(DTYPE), total)
+        a_at += tl.full((), BLOCK_K, tl.int64) * stride_ak
+        b_at += tl.full((), BLOCK_K, tl.int64) * stride_bk
+
+    if HAS_BIAS:
+        extra = tl.load(bias + columns * stride_bias, mask=columns < N, other=0.0)
+        total += extra.to(DTYPE).to(tl.float32)[None, :]
+    out_at = out + slab.to(tl.int64) * M * N
+    tl.store(out_at + (rows[:, None] * N + columns[None, :]), total.to(out.dtype.element_ty), mask=in_rows & in_columns)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def add_pieces_kernel(  # type: ignore[no-untyped-def]
+    parts,
+    bias,
+    out,
+    numel,
+    N,
+    pieces,
+    stride_bias,
+    DTYPE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out[numel] = the sum of parts[pieces, numel], first piece first, plus round(bias): one rounding at the end."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < numel
+    total = tl.full((BLOCK,), 0.0, dtype=tl.float32)
+    part_at = parts + at
+    for _ in range(pieces):
+        total += tl.load(part_at, mask=inside, other=0.0)
+        part_at += numel
+    if HAS_BIAS:
+        extra = tl.load(bias + (at % N) * stride_bias, mask=inside, other=0.0)
+        total += extra.to(DTYPE).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+
+
+ADD_BLOCK = 512
+
+
+def cast_matmul(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:
+    """``a @ b + bias`` with everything rounded to ``dtype`` first, summed in fp32, rounded once to ``out_dtype``.
+
+    ``a`` is [M, K] or [B, M, K], ``b`` [K, N] or [B, K, N], in fp32, fp16 or bf16 and with any strides; a batch of
+    one is broadcast. ``bias`` is [N] in any float dtype, or None.
+    """
+    _check(a, b, bias, dtype, out_dtype)
+    shape = (*a.shape[:-1], b.shape[-1])
+    if a.dim() == 3 and b.dim() == 2 and (a.shape[0] == 1 or a.stride(0) == a.shape[1] * a.stride(1)):
+        a = a.flatten(0, 1) if a.numel() else a.reshape(-1, a.shape[-1])  # one tall matrix
+    elif b.dim() == 3 and a.dim() == 2:
+        shape = (b.shape[0], *shape)
+    matrices_a, matrices_b = (x if x.dim() == 3 else x[None] for x in (a, b))
+    batch = max(matrices_a.shape[0], matrices_b.shape[0]) if matrices_a.shape[0] and matrices_b.shape[0] else 0
+    if a.dim() == 3 and b.dim() == 3:
+        shape = (batch, *shape[1:])
+    m, k, n = *matrices_a.shape[1:], matrices_b.shape[2]
+    out = torch.empty(shape, dtype=out_dtype, device=a.device)
+    if not out.numel():
+        return out
+    target = target_of(a.device)
+    aligned = _aligned(matrices_a) and _aligned(matrices_b)
+    config, pieces = choose(m, n, k, target, batch, aligned)
+    piece = max(1, _ceil(_ceil(k, pieces), STEP)) * STEP
+    pieces = max(1, _ceil(k, piece))  # rounding up may leave fewer
+    split = pieces > 1
+    result = torch.empty((pieces, *out.shape), dtype=torch.float32, device=a.device) if split else out
+    launch, settings = _launcher(target, config, aligned, a.is_cuda)
+    with torch.cuda.device(a.device) if a.is_cuda else contextlib.nullcontext():
+        launch[lambda meta: (pieces * batch * _ceil(m, meta["BLOCK_M"]) * _ceil(n, meta["BLOCK_N"]),)](
+            matrices_a,
+            matrices_b,
+            None if split else bias,
+            result,
+            m,
+            n,
+            k,
+            batch,
+            piece,
+            *_strides(matrices_a),
+            *_strides(matrices_b),
+            bias.stride(0) if bias is not None else 0,
+            DTYPE=LOW[dtype],
+            HAS_BIAS=bias is not None and not split,
+            EVEN_K=k % STEP == 0,
+            WIDE=any(_spans_far(x) for x in (matrices_a[0], matrices_b[0])) or m * n >= 2**31,
+            **settings,
+        )
+        if split:
+            add_pieces_kernel[(_ceil(out.numel(), ADD_BLOCK),)](
+                result,
+                bias,
+                out,
+                out.numel(),
+                n,
+                pieces,
+                bias.stride(0) if bias is not None else 0,
+                DTYPE=LOW[dtype],
+                HAS_BIAS=bias is not None,
+                BLOCK=ADD_BLOCK,
+            )
+    return out
+
+
+def _check(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+    if dtype not in LOW:
+        raise TypeError(f"cast_matmul rounds to float16 or bfloat16, not to {dtype}.")
+    if out_dtype not in (dtype, torch.float32):
+        raise TypeError(f"cast_matmul gives {dtype} or float32, not {out_dtype}.")
+    for name, operand in (("a", a), ("b", b)):
+        if operand.dtype not in OPERANDS:
+            raise TypeError(f"cast_matmul takes float32, float16 and bfloat16, but {name} is {operand.dtype}.")
+        if operand.dim() not in (2, 3):
+            raise ValueError(f"cast_matmul takes matrices and batches of them, but {name} is {list(operand.shape)}.")
+    batches = [x.shape[0] for x in (a, b) if x.dim() == 3 and x.shape[0] != 1]
+    if a.shape[-1] != b.shape[-2] or len(set(batches)) > 1:
+        raise ValueError(f"cast_matmul: {list(a.shape)} and {list(b.shape)} do not go together.")
+    if bias is not None and bias.shape != b.shape[-1:]:
+        raise ValueError(f"cast_matmul: a bias of {list(bias.shape)} does not fit {b.shape[-1]} columns.")
+    if any(x is not None and x.device != a.device for x in (b, bias)):
+        raise ValueError("cast_matmul: all tensors have to be on one device.")
+
+
+def _strides(matrices: Tensor) -> tuple[int, ...]:
+    """The strides, with 0 for a batch of one: it is broadcast."""
+    batch, *rest = matrices.stride()
+    return (batch if matrices.shape[0] > 1 else 0, *rest)
+
+
+def _spans_far(matrix: Tensor) -> bool:
+    """Does an offset into the matrix need more than 32 bits?"""
+    return sum((size - 1) * stride for size, stride in zip(matrix.shape, matrix.stride(), strict=True)) >= 2**31
+
+
+def _aligned(matrices: Tensor) -> bool:
+    """Can Triton load several elements at once? It asks for what it calls divisible by 16."""
+    (_, *sizes), strides = matrices.shape, _strides(matrices)
+    dense = any(stride == 1 and size % 16 == 0 for size, stride in zip(sizes, strides[1:], strict=True))
+    return dense and matrices.data_ptr() % 16 == 0 and all(stride == 1 or stride % 16 == 0 for stride in strides)
+
+
+def _launcher(target: str, config: Config, aligned: bool, on_gpu: bool) -> tuple[Any, dict[str, int]]:
+    if on_gpu and os.environ.get(AUTOTUNE) == "1":
+        return _autotuned(target, aligned), {}
+    return matmul_kernel, {**config.meta(), **config.compiler()}
+
+
+@functools.cache
+def _autotuned(target: str, aligned: bool) -> Any:
+    kind = TARGETS[target]
+    configs = [
+        triton.Config(config.meta(), **config.compiler())
+        for config in kind.configs
+        if aligned or config.takes_unaligned
+    ]
+    decorate: Callable[..., Any] = triton.autotune(configs, key=["M", "N", "K", "batch", "piece"])
+    return decorate(matmul_kernel)
+
+
+@functools.cache
+def target_of(device: torch.device) -> str:
+    """The name of the row of ``TARGETS`` for a device; sm_80 stands in for a CPU, where the interpreter runs."""
+    if device.type == "cpu":
+        return "sm_80"
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:
+        return "gfx942"  # its LDS, 64 KB, is what all of AMD's have at least
+    if properties.major < 8:
+        version = f"{properties.major}.{properties.minor}"
+        raise ValueError(f"cast_matmul needs compute capability 8.0 or newer, not {version}.")
+    if (properties.major, properties.minor) in ((8, 0), (8, 7)):
+        return "sm_80"
+    return {9: "sm_90", 10: "sm_100"}.get(properties.major, "sm_86")
