@@ -89,7 +89,7 @@ ALL_REGISTERS = 255
 # the fp32 case sets the limit of every row here, and the check compiles it.
 CONFIGS_SM80 = (
     Config(128, 128, 32, 8, 4, "large square products: most reuse that fits 163 KB with fp32 operands"),
-    Config(128, 64, 32, 4, 3, "tall outputs: two programs a processor hide each other's loads", registers=ALL_REGISTERS),
+    Config(128, 64, 32, 4, 3, "tall outputs: programs hide each other's loads", registers=ALL_REGISTERS),
     Config(64, 128, 32, 4, 3, "wide outputs, the mirror image"),
     Config(64, 64, 64, 4, 3, "middle sizes: four times the programs of the largest tile"),
     Config(32, 64, 64, 4, 4, "batches of 32 rows or fewer: no half of the tile is padding"),

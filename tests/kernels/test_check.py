@@ -132,10 +132,10 @@ def test_the_interpreter_leaves_nothing_behind() -> None:
     assert multi_tensor_triton.unscale_kernel is kernel
 
 
-def test_interpreter_mode_is_refused() -> None:
-    done = subprocess.run([*COMMAND, "--quick"], env=PLAIN | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "unset it" in done.stdout
+def test_interpreted_kernels_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with interpreted(cast_matmul_triton):
+        assert main(["--quick"]) == 2
+    assert "unset it" in capsys.readouterr().out
 
 
 def test_triton_stays_outside() -> None:

@@ -81,14 +81,14 @@ def tensors(draw: st.DrawFn) -> Tensor:
 
 
 @given(some=st.lists(tensors(), max_size=6), factor=st.sampled_from([1.0, 0.3, 2.0**-16, 0.0, INF, 2.0**20]))
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_mixed_lists(some: list[Tensor], factor: float) -> None:
     check_all(some, factor)
 
 
-@pytest.mark.parametrize("size", [CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + BLOCK, 2 * CHUNK + BLOCK + 3])
+@pytest.mark.parametrize("size", [CHUNK, CHUNK + 1, 2 * CHUNK + BLOCK - 1])
 def test_chunks(size: int) -> None:
-    for place in (None, 0, BLOCK - 1, BLOCK, CHUNK - 2, size - 1):
+    for place in (None, 0, BLOCK, CHUNK - 1, size - 1):
         tensor = torch.randn(size, generator=torch.Generator().manual_seed(0)).half()
         if place is not None:
             tensor[place] = INF
