@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .gpu import DTYPES, uses_triton
+
 LOW = (torch.float16, torch.bfloat16)
 
 _LIBRARY = torch.library.Library("amp", "FRAGMENT")
@@ -106,6 +108,12 @@ def _finite(statistics: Iterable[Any]) -> bool:
 
 def _non_finite_device(device: torch.device, by_dtype: dict[torch.dtype, list[Tensor]]) -> Tensor:
     flag = torch.zeros((), dtype=torch.float32, device=device)
+    if uses_triton(device):
+        from .multi_tensor_triton import non_finite as launch
+
+        known = [values for dtype, group in by_dtype.items() if dtype in DTYPES for values in group]
+        by_dtype = {dtype: group for dtype, group in by_dtype.items() if dtype not in DTYPES}
+        flag = launch(known) if known else flag
     for dtype, group in by_dtype.items():
         if dtype.itemsize == 1:
             group = [values.float() for values in group]

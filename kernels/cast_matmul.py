@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .gpu import DTYPES, uses_triton
+
 #: a buffer of more bytes than this is not kept for the next call
 KEPT = 1 << 26
 VIEWS = 256  # shapes that are remembered
@@ -104,9 +106,15 @@ def _cpu(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dtyp
 
 
 def _cuda(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:
-    from .cast_matmul_triton import cast_matmul as launch
+    if uses_triton(a.device) and all(x is None or x.dtype in DTYPES for x in (a, b, bias)):
+        from .cast_matmul_triton import cast_matmul as launch
 
-    return launch(a, b, bias, dtype, out_dtype)
+        return launch(a, b, bias, dtype, out_dtype)
+    product = torch.bmm if a.dim() == 3 else torch.mm
+    result: Tensor = product(a.to(dtype), b.to(dtype), out_dtype=torch.float32)
+    if bias is not None:
+        result = result + bias.to(dtype)
+    return result.to(out_dtype)
 
 
 def _fake(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:

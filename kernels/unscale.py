@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from .all_finite import LOW, numbers
+from .gpu import DTYPES, uses_triton
 
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 
@@ -75,6 +76,13 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found: Tensor) -> None:
     for device, by_dtype in groups.items():
         flag = found if device == found.device else torch.zeros_like(found, device=device)
         factor = inv_scale.to(device, non_blocking=True)
+        if uses_triton(device):
+            from .multi_tensor_triton import unscale_ as launch
+
+            known = [values for dtype, group in by_dtype.items() if dtype in DTYPES for values in group]
+            by_dtype = {dtype: group for dtype, group in by_dtype.items() if dtype not in DTYPES}
+            if known:
+                launch(known, factor, flag)
         for group in by_dtype.values():
             torch._amp_foreach_non_finite_check_and_unscale_(group, flag, factor)
         if flag is not found:

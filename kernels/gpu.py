@@ -1,0 +1,29 @@
+"""Whether a GPU runs our Triton kernels or torch's own: Triton is there, the GPU has tensor cores that it can use, and
+nobody said otherwise (``AMP_GPU_KERNELS=torch``). Nothing here imports Triton.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+
+import torch
+
+SETTING = "AMP_GPU_KERNELS"
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # what the kernels read
+
+
+def uses_triton(device: torch.device) -> bool:
+    """Whether tensors on this device go to the Triton kernels."""
+    setting = os.environ.get(SETTING, "triton")
+    if setting not in ("triton", "torch"):
+        raise ValueError(f"{SETTING}={setting!r} is none of: triton, torch.")
+    return setting == "triton" and device.type == "cuda" and _can(device.index or 0)
+
+
+@functools.cache
+def _can(index: int) -> bool:
+    if importlib.util.find_spec("triton") is None or not torch.cuda.is_available():
+        return False
+    return torch.version.hip is not None or torch.cuda.get_device_capability(index) >= (8, 0)

@@ -1,0 +1,56 @@
+"""Which kernels a GPU gets; none is here, so torch's answers about it are made up."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from amp_compiler.kernels import gpu
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def forget() -> None:
+    gpu._can.cache_clear()
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_a_gpu_with_tensor_cores_for_bf16(
+    capability: tuple[int, int], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: object())
+    assert gpu.uses_triton(CUDA) is expected
+    monkeypatch.setenv(gpu.SETTING, "torch")
+    assert not gpu.uses_triton(CUDA)
+
+
+def test_without_triton_or_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not gpu.uses_triton(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None)
+    assert not gpu.uses_triton(CUDA)
+
+
+def test_a_wrong_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(gpu.SETTING, "cuda")
+    with pytest.raises(ValueError, match="AMP_GPU_KERNELS='cuda' is none of: triton, torch"):
+        gpu.uses_triton(CUDA)
+
+
+def test_nothing_imports_triton_before_a_gpu_asks() -> None:
+    import subprocess
+
+    code = (
+        "import sys, torch; from amp_compiler import compile_train_step, DynamicLossScaler, all_finite;"
+        "m = torch.nn.Linear(4, 2); o = torch.optim.SGD(m.parameters(), 0.1);"
+        "compile_train_step(m, torch.nn.functional.mse_loss, o)(torch.ones(3, 4), torch.ones(3, 2));"
+        "import amp_compiler; ours = [k for k in sys.modules if k.startswith('amp_compiler') and 'triton' in k];"
+        "print(ours)"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown.strip() == "[]"
