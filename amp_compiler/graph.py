@@ -225,6 +225,19 @@ def call(graph: fx.Graph, mode: Any, target: Any, args: tuple[Any, ...], kwargs:
     return node
 
 
+def unscale_of(gm: fx.GraphModule) -> tuple[fx.Node, list[fx.Node], list[int]] | None:
+    """(``amp::unscale``, the gradients that go in, the places of the outputs that come out of it) of a training step;
+    None if a gradient is sparse or is rounded again behind it, as a low parameter's is."""
+    op = next((n for n in gm.graph.nodes if op_name(n) == "amp::unscale"), None)
+    last = next(iter(reversed(gm.graph.nodes)))
+    results = pytree.tree_leaves(last.args[0])
+    places = [i for i, role in enumerate(gm.meta[ROLE]) if role.kind == "gradient"]
+    if op is None or not all(is_getitem(results[i]) for i in places):
+        return None
+    given = [n for n in pytree.tree_leaves(op.args[0]) if isinstance(n, fx.Node)]
+    return None if any(n.meta["val"].layout is not torch.strided for n in given) else (op, given, places)
+
+
 def add_input(graph: fx.Graph, name: str, role: Role, value: torch.Tensor) -> fx.Node:
     """A new last input of a joint graph. Its target begins as torch's partitioners know the inputs of a backward."""
     last = [n for n in graph.nodes if n.op == "placeholder"][-1]

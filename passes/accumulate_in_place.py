@@ -12,8 +12,6 @@ Requires: scaled, eager, accumulating. Ensures: accumulated. A second run change
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
@@ -27,16 +25,11 @@ aten = torch.ops.aten
 
 def run(gm: fx.GraphModule, ctx: Context) -> bool:
     graph, roles = gm.graph, gm.meta[g.ROLE]
-    op = next((n for n in graph.nodes if g.op_name(n) == "amp::unscale"), None)
-    last = next(iter(reversed(graph.nodes)))
-    results: list[Any] = list(last.args[0])
-    places = [i for i, role in enumerate(roles) if role.kind == "gradient"]
-    if op is None or not all(g.is_getitem(results[i]) for i in places):
+    found_op = g.unscale_of(gm)
+    if found_op is None:
         return False
-    given, inverse, found = op.args
-    assert isinstance(given, (list, tuple))
-    if any(n.meta["val"].layout is not torch.strided for n in given if isinstance(n, fx.Node)):
-        return False
+    op, given, places = found_op
+    _, inverse, found = op.args
     assert isinstance(inverse, fx.Node)
     mode = g.fake_mode(graph)
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
@@ -44,7 +37,6 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
     next(n for n in graph.nodes if n.op != "placeholder").prepend(inverse)
     sums: list[fx.Node] = []
     for place, gradient in zip(places, given, strict=True):
-        assert isinstance(gradient, fx.Node)
         primal = primals[roles[place].index]
         sums.append(g.add_input(graph, f"sum_{primal.name}", g.Role("sum", roles[place].index), primal.meta["val"]))
         with graph.inserting_before(op) if gradient.op == "placeholder" else graph.inserting_after(gradient):

@@ -25,22 +25,18 @@ from .base import Context, Dialect, Pass
 
 def run(gm: fx.GraphModule, ctx: Context) -> bool:
     graph = gm.graph
-    op = next((n for n in graph.nodes if g.op_name(n) == "amp::unscale"), None)
+    found_op = g.unscale_of(gm)
+    if found_op is None:
+        return False
+    op, given, places = found_op
+    _, inverse, found = op.args
     last = next(iter(reversed(graph.nodes)))
     results: list[Any] = list(last.args[0])
-    places = [i for i, role in enumerate(gm.meta[g.ROLE]) if role.kind == "gradient"]
-    if op is None or not all(g.is_getitem(results[i]) for i in places):
-        return False
-    given, inverse, found = op.args
-    assert isinstance(given, (list, tuple))
-    if any(n.meta["val"].layout is not torch.strided for n in given if isinstance(n, fx.Node)):
-        return False
     mode, classes = g.fake_mode(graph), g.alias_classes(graph)
     taken = [classes[n] for n in graph.nodes if n.op == "placeholder"]
     taken += [classes[n] for i, n in enumerate(results) if i not in places]
     own: list[fx.Node] = []
     for gradient in given:
-        assert isinstance(gradient, fx.Node)
         value = g.tensor_of(gradient)
         assert value is not None
         shared = classes[gradient] in taken or any(stride == 0 for stride in value.stride())

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,6 @@ from ..backend import Captured, Options, State
 from ..capture.dynamo import with_own_code
 from ..compile import AmpMethod, AmpModule
 from ..errors import ArgumentError, CaptureError, PipelineError, VerifyError
-from ..kernels.all_finite import all_finite
 from ..ops.names import OpLike
 from ..policy import Policy, dtype_name
 from ..report import Report
@@ -29,12 +27,13 @@ from ..scalers import DynamicLossScaler, LossScaler, StaticLossScaler
 from ..update import apply_update
 from ..verify import deep_by_default
 from . import checkpoint
-from .overflow import Circumstances, Overflow, explain
+from .overflow import Overflow
 from .owner import Owner
 from .pieces import PieceBackend, Pieces
 from .probe import Probe
+from .rerun import explain_last_update
 from .whole import WholeStep
-from .window import Batch, Window, multiply_, rng_state, set_rng_state
+from .window import Batch, Window, multiply_, rng_state
 
 _SCALERS = 'loss_scaler is "dynamic", a DynamicLossScaler, a StaticLossScaler, a number (a fixed scale) or None'
 
@@ -355,55 +354,10 @@ class TrainStep:
     def explain_overflow(self) -> Overflow:
         """After a skipped update: run the batch that failed once more, with checks, and name the first op, module and
         source line that gave inf or NaN, forward or backward, and the parameters hit. Nothing of the run is changed."""
-        window = self._window
-        batch = next((b for b in window.batches if b.found is not None and b.before is not None
-                      and bool(b.found) and not bool(b.before)), None)  # fmt: skip
-        if batch is None:
-            return self._explain_sum() or Overflow(_nothing(window, self.scaler))
-        assert window.scale is not None
-        owner, scale = self._owner, float(window.scale)
-        parameters = [p for p in owner.parameters() if p.requires_grad]
-        _, plain, _ = self._look(batch, parameters, 1.0)
-        loss, gradients, seen = self._look(batch, parameters, scale)
-        named = {**owner.named_parameters(), **owner.buffers()}
-        names = {id(tensor): name for name, tensor in named.items()}
-        hit = [names.get(id(p), "?") for p, ok in zip(parameters, gradients, strict=True) if not ok]
-        buffers = frozenset(id(b) for b in owner.buffers().values())
-        known = Circumstances(names, buffers, batch.number, window.size, scale, all(plain), batch.changed())
-        return explain(seen, loss, hit, known)
-
-    def _explain_sum(self) -> Overflow | None:
-        """Each micro-batch was finite, and what they add up to is not."""
-        window = self._window
-        if window.done or window.found is None or not window.batches or not bool(window.found):
-            return None
-        if window.batches[0].before is not None and bool(window.batches[0].before):
-            return None  # it was so when the run was resumed
-        names = {id(p): name for name, p in self._owner.named_parameters().items()}
-        hit = [p for p in self._owner.parameters() if p.grad is not None and not bool(all_finite(p.grad))]
-        hit_names = tuple(names.get(id(p), "?") for p in hit)
-        dtype = dtype_name(hit[0].dtype) if hit else ""
-        text = (
-            f"The gradients of each micro-batch are finite, their sum is not ({dtype}): {', '.join(hit_names[:5])}.\n"
-            "Keep the parameters in fp32, as the masters of a mixed-precision model are, or add up fewer batches; or "
-            "was something written into .grad between the batches?"
-        )
-        return Overflow(text, "sum", dtype=dtype, parameters=hit_names, scale=float(window.scale or 1.0))
-
-    def _look(self, batch: Batch, parameters: Sequence[Tensor], scale: float) -> tuple[Tensor, list[bool], Probe]:
-        """Run a batch with checks: the loss, which parameters' gradients are finite, and what was seen."""
-        probe, run = self._probe, self._whole if self._pieces is None else self._pieces.captured
-        assert run is not None
-        probe.begin()
-        try:
-            with _undisturbed(self._owner, self._device), torch.enable_grad():
-                set_rng_state(batch.rng, self._device)
-                loss = run(*batch.copy())
-                scaled = loss * (scale / self._window.size)
-                gradients = torch.autograd.grad(scaled, parameters, allow_unused=True)
-        finally:
-            seen = probe.end()
-        return loss.detach(), [x is None or bool(all_finite(x)) for x in gradients], seen
+        if self.scaler is None:
+            return Overflow("There is no loss scaler, so no gradient is checked: compile with loss_scaler='dynamic'.")
+        captured = self._whole if self._pieces is None else self._pieces.captured
+        return explain_last_update(captured, self._probe, self._owner, self._window)
 
     # ------------------------------------------------------------------------------------- checkpointing
 
@@ -477,37 +431,3 @@ def _is_ours(error: Exception) -> bool:
     """A mistake of this package, as opposed to a model that cannot be one graph."""
     mistakes = (PipelineError, VerifyError, AttributeError, KeyError, IndexError, NameError, SyntaxError)
     return isinstance(error, mistakes) or isinstance(_cause(error), mistakes)
-
-
-def _nothing(window: Window, scaler: LossScaler | None) -> str:
-    if scaler is None:
-        return "There is no loss scaler, so no gradient is checked: compile the step with loss_scaler='dynamic'."
-    if any(b.found is not None and bool(b.found) for b in window.batches):
-        return "The batch that failed came before the checkpoint that this run was resumed from, and is not here."
-    if not window.batches:
-        return "No batch is there to look at: call explain_overflow() right after the step that was skipped."
-    return "The last update was not skipped: all its gradients are finite."
-
-
-@contextlib.contextmanager
-def _undisturbed(owner: Owner, device: torch.device) -> Iterator[None]:
-    """Random generators and what the model's modules hold are afterwards as they were."""
-    states = rng_state(device)
-    held = [(holder, key, holder[key]) for holder, key in owner.attributes()]
-    values = [(tensor, tensor.detach().clone()) for _, _, tensor in held if tensor is not None]
-    plain = [(m.__dict__, dict(m.__dict__)) for m in owner.modules()]
-    lists = [(v, copy.copy(v)) for _, own in plain for v in own.values() if type(v) in (list, dict, set)]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, value in values:
-                tensor.copy_(value)
-        for own, before in plain:
-            own.update(before)
-        for container, before in lists:
-            container.clear()
-            (container.extend if isinstance(container, list) else container.update)(before)
-        for holder, key, tensor in held:
-            holder[key] = tensor
-        set_rng_state(states, device)

@@ -31,6 +31,10 @@ class Batch:
     def _tensors(self) -> list[Tensor]:
         return [t for t in pytree.tree_leaves((self.args, self.kwargs, self.targets)) if isinstance(t, Tensor)]
 
+    def overflowed(self) -> bool:
+        """Was it this one that was not finite?"""
+        return self.found is not None and self.before is not None and bool(self.found) and not bool(self.before)
+
     def changed(self) -> bool:
         """Were its tensors written to since it came?"""
         return self.versions != [t._version for t in self._tensors()]

@@ -1,0 +1,101 @@
+"""The batch of a skipped update once more, with checks, and everything of the run left as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.all_finite import all_finite
+from ..policy import dtype_name
+from .overflow import Circumstances, Overflow, explain
+from .owner import Owner
+from .probe import Probe
+from .window import Batch, Window, rng_state, set_rng_state
+
+
+def explain_last_update(captured: Callable[..., Any] | None, probe: Probe, owner: Owner, window: Window) -> Overflow:
+    """What made the last update overflow. ``captured`` runs a batch, through ``probe`` while that is looking."""
+    batch = next((b for b in window.batches if b.overflowed()), None)
+    if batch is None or captured is None:
+        return _explain_sum(owner, window) or Overflow(_nothing(window))
+    assert window.scale is not None
+    scale = float(window.scale)
+    parameters = [p for p in owner.parameters() if p.requires_grad]
+    _, plain, _ = _look(captured, probe, owner, window, batch, parameters, 1.0)
+    loss, gradients, seen = _look(captured, probe, owner, window, batch, parameters, scale)
+    names = {id(tensor): name for name, tensor in {**owner.named_parameters(), **owner.buffers()}.items()}
+    hit = [names.get(id(p), "?") for p, ok in zip(parameters, gradients, strict=True) if not ok]
+    buffers = frozenset(id(b) for b in owner.buffers().values())
+    known = Circumstances(names, buffers, batch.number, window.size, scale, all(plain), batch.changed())
+    return explain(seen, loss, hit, known)
+
+
+def _nothing(window: Window) -> str:
+    if any(b.found is not None and bool(b.found) for b in window.batches):
+        return "The batch that failed came before the checkpoint that this run was resumed from, and is not here."
+    if not window.batches:
+        return "No batch is there to look at: call explain_overflow() right after the step that was skipped."
+    return "The last update was not skipped: all its gradients are finite."
+
+
+def _explain_sum(owner: Owner, window: Window) -> Overflow | None:
+    """Each micro-batch was finite, and what they add up to is not."""
+    if window.done or window.found is None or not window.batches or not bool(window.found):
+        return None
+    if window.batches[0].before is not None and bool(window.batches[0].before):
+        return None  # it was so when the run was resumed
+    names = {id(p): name for name, p in owner.named_parameters().items()}
+    hit = [p for p in owner.parameters() if p.grad is not None and not bool(all_finite(p.grad))]
+    hit_names = tuple(names.get(id(p), "?") for p in hit)
+    dtype = dtype_name(hit[0].dtype) if hit else ""
+    text = (
+        f"The gradients of each micro-batch are finite, their sum is not ({dtype}): {', '.join(hit_names[:5])}.\n"
+        "Keep the parameters in fp32, as the masters of a mixed-precision model are, or add up fewer batches; or was "
+        "something written into .grad between the batches?"
+    )
+    return Overflow(text, "sum", dtype=dtype, parameters=hit_names, scale=float(window.scale or 1.0))
+
+
+def _look(
+    captured: Callable[..., Any], probe: Probe, owner: Owner, window: Window, batch: Batch,
+    parameters: Sequence[Tensor], scale: float,
+) -> tuple[Tensor, list[bool], Probe]:  # fmt: skip
+    """Run a batch with checks: the loss, which parameters' gradients are finite, and what was seen."""
+    probe.begin()
+    try:
+        with _undisturbed(owner, window.device), torch.enable_grad():
+            set_rng_state(batch.rng, window.device)
+            loss = captured(*batch.copy())
+            gradients = torch.autograd.grad(loss * (scale / window.size), parameters, allow_unused=True)
+    finally:
+        seen = probe.end()
+    return loss.detach(), [x is None or bool(all_finite(x)) for x in gradients], seen
+
+
+@contextlib.contextmanager
+def _undisturbed(owner: Owner, device: torch.device) -> Iterator[None]:
+    """Random generators and what the model's modules hold are afterwards as they were."""
+    states = rng_state(device)
+    held = [(holder, key, holder[key]) for holder, key in owner.attributes()]
+    values = [(tensor, tensor.detach().clone()) for _, _, tensor in held if tensor is not None]
+    plain = [(m.__dict__, dict(m.__dict__)) for m in owner.modules()]
+    lists = [(v, copy.copy(v)) for _, own in plain for v in own.values() if type(v) in (list, dict, set)]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in values:
+                tensor.copy_(value)
+        for own, before in plain:
+            own.update(before)
+        for container, before in lists:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(before)
+        for holder, key, tensor in held:
+            holder[key] = tensor
+        set_rng_state(states, device)
