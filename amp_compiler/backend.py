@@ -7,6 +7,7 @@ user must see; ``amp_compile`` and ``compile_train_step`` both call their model 
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +28,15 @@ from .scopes import Surroundings, inside_call, marked_modules, modules_of
 from .verify import deep_by_default, verify
 
 BACKENDS = ("auto", "eager", "inductor")
+
+
+def users_frame() -> int:
+    """The ``stacklevel`` by which a warning names the user's own line, not one of ours or torch's."""
+    frame, level = sys._getframe(1), 1
+    inside = ("amp_compiler", "torch.", "contextlib")
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(inside):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 @dataclass(frozen=True)
@@ -72,7 +82,7 @@ class State:
         """Something runs without us: a note in the report and a warning, once each."""
         if text not in self.notes:
             self.notes.append(text)
-            warnings.warn(f"amp_compile: {text}", AmpWarning, stacklevel=3)
+            warnings.warn(f"amp_compiler: {text}", AmpWarning, stacklevel=users_frame())
 
     def note(self, text: str) -> None:
         if text not in self.notes:
@@ -146,7 +156,7 @@ class Captured:
                 "An amp_compile'd module was called inside torch.autocast: its own policy wins, autocast is off "
                 "inside it. Take the module out of the region, or set compiled.enabled = False there.",
                 AmpWarning,
-                stacklevel=5,
+                stacklevel=users_frame(),
             )
         with contextlib.ExitStack() as stack:
             for device in ("cpu", "cuda"):
@@ -161,7 +171,7 @@ class Captured:
         if reason is not None and "nothing" not in self.state.warned:
             self.state.warned.add("nothing")
             self.state.not_captured.append(f"the whole model: {reason}")
-            warnings.warn(f"amp_compile: {text}. {reason}.", AmpWarning, stacklevel=5)
+            warnings.warn(f"amp_compiler: {text}. {reason}.", AmpWarning, stacklevel=users_frame())
 
 
 class Backend:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 aten = torch.ops.aten
 
@@ -43,14 +42,12 @@ def _define(op: Any, kept: tuple[int, ...]) -> Any:
 
 
 def _runner(op: Any, kept: tuple[int, ...]) -> Callable[..., Any]:
+    def widen(value: Any) -> Any:
+        return value.float() if isinstance(value, Tensor) and value.dtype in LOW else value
+
     def run(*args: Any, **kwargs: Any) -> Any:
-        low = next(a.dtype for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor) and a.dtype in LOW)
-
-        def widen(value: Any) -> Any:
-            return value.float() if isinstance(value, Tensor) and value.dtype in LOW else value
-
-        wide_args, wide_kwargs = pytree.tree_map(widen, (args, kwargs))
-        result = op(*wide_args, **wide_kwargs)
+        low = next(a.dtype for a in args if isinstance(a, Tensor) and a.dtype in LOW)
+        result = op(*map(widen, args), **{name: widen(value) for name, value in kwargs.items()})
         if isinstance(result, Tensor):
             return result.to(low)
         return tuple(

@@ -25,10 +25,17 @@ RECOMPILE_LIMIT = 64
 REMEDIES = {
     "Dynamic shape operator": "sizes that depend on values (nonzero, masked_select) are captured with "
     "torch._dynamo.config.capture_dynamic_output_shape_ops = True",
+    "logging.Logger method": "the model logs while it runs; have Dynamo leave that out by "
+    "torch._dynamo.config.ignore_logging_functions.add(logger.warning), with the method that the model calls",
     "Tensor.item()": "values read as numbers are captured with torch._dynamo.config.capture_scalar_outputs = True",
 }
 _CALLERS = itertools.count()
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Any]
+
+
+def remedy(reason: str) -> str:
+    """What helps against a graph break, to be put behind its reason."""
+    return next((f": {hint}" for part, hint in REMEDIES.items() if part in reason), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +210,7 @@ class Tally:
         """
         after = Tally.now()
         if breaks := self.breaks_since():
-            return breaks[-1] + next((f": {hint}" for part, hint in REMEDIES.items() if part in breaks[-1]), "")
+            return breaks[-1] + remedy(breaks[-1])
         if after.frames - self.frames > after.captured - self.captured:
             return "Dynamo left a frame as plain Python (an exception while tracing, or code that it does not trace)"
         if after.frames == self.frames and failed_before:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -44,7 +45,8 @@ class Overflow:
 @dataclass(frozen=True)
 class Circumstances:
     """What is known beside the graph. ``names``: id of a tensor → its path in the model. ``finite_unscaled``: with a
-    scale of 1 all gradients of the batch are finite. ``changed``: the batch's tensors were written to since it ran."""
+    scale of 1 all gradients of the batch are finite. ``changed``: the batch's tensors were written to since it ran.
+    ``adapts``: the scale is a dynamic scaler's."""
 
     names: Mapping[int, str]
     buffers: frozenset[int]
@@ -53,6 +55,7 @@ class Circumstances:
     scale: float
     finite_unscaled: bool
     changed: bool
+    adapts: bool = True
 
 
 def explain(probe: Probe, loss: Tensor, hit: Iterable[str], known: Circumstances) -> Overflow:
@@ -147,7 +150,13 @@ def _of_cast(probe: Probe, cast: Seen, of: str) -> _Answer:
     maker = probe.seen[cast.sources[0]] if cast.sources and cast.sources[0] in probe.seen else cast
     readers = probe.readers(cast.node)
     reader, low = (readers[0].node if readers else cast.node), dtype_name(cast.result.dtype)
-    op, module = g.op_name(maker.node), g.module_path(maker.node)
+    is_input = maker.node.op == "placeholder"
+    op, module = ("" if is_input else g.op_name(maker.node)), g.module_path(maker.node)
+    if is_input:
+        largest_value = f"{largest(maker.result):.3g}"
+        text = f"{_argument(maker.node.name)} holds numbers up to {largest_value}, which {low} cannot hold{of}."
+        advice = "Normalise the data of this batch, or use dtype=torch.bfloat16."
+        return _Answer(text, advice, "input", cast.value, dtype=low)
     text = (
         f"The first value that is not finite{of}: {op} gives up to {largest(maker.result):.3g}, which {low} cannot "
         f"hold where {g.op_name(reader)} reads it."
@@ -185,10 +194,17 @@ def _inputs(probe: Probe, seen: Seen) -> str:
 
 def _source(node: fx.Node) -> str:
     """The user's line; Dynamo names the rest of a function after a graph break in its own way."""
+    if f"{os.sep}amp_compiler{os.sep}training{os.sep}" in g.source_line(node):
+        return "the loss function"  # one of torch's own, called by us
     return re.sub(r"torch_dynamo_resume_in_(\w+?)_at_\d+", r"\1", g.source_line(node))
 
 
 def _advice(phase: str, seen: Seen, op: str, module: str, dtype: str, known: Circumstances) -> str:
+    if phase == "backward" and known.finite_unscaled and known.scale > 1 and not known.adapts:
+        return (
+            f"With a scale of 1 this batch is finite: the fixed scale of {known.scale:g} is too large. Take a smaller "
+            "one, or loss_scaler='dynamic'."
+        )
     if phase == "backward" and known.finite_unscaled and known.scale > 1:
         return (
             f"With a scale of 1 this batch is finite: the scale of {known.scale:g} was too large, which is how a "

@@ -18,8 +18,11 @@ from .probe import Probe
 from .window import Batch, Window, rng_state, set_rng_state
 
 
-def explain_last_update(captured: Callable[..., Any] | None, probe: Probe, owner: Owner, window: Window) -> Overflow:
-    """What made the last update overflow. ``captured`` runs a batch, through ``probe`` while that is looking."""
+def explain_last_update(
+    captured: Callable[..., Any] | None, probe: Probe, owner: Owner, window: Window, adapts: bool
+) -> Overflow:
+    """What made the last update overflow. ``captured`` runs a batch, through ``probe`` while that is looking;
+    ``adapts``: the scale is a dynamic one."""
     batch = next((b for b in window.batches if b.overflowed()), None)
     if batch is None or captured is None:
         return _explain_sum(owner, window) or Overflow(_nothing(window))
@@ -31,7 +34,7 @@ def explain_last_update(captured: Callable[..., Any] | None, probe: Probe, owner
     names = {id(tensor): name for name, tensor in {**owner.named_parameters(), **owner.buffers()}.items()}
     hit = [names.get(id(p), "?") for p, ok in zip(parameters, gradients, strict=True) if not ok]
     buffers = frozenset(id(b) for b in owner.buffers().values())
-    known = Circumstances(names, buffers, batch.number, window.size, scale, all(plain), batch.changed())
+    known = Circumstances(names, buffers, batch.number, window.size, scale, all(plain), batch.changed(), adapts)
     return explain(seen, loss, hit, known)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -17,9 +18,9 @@ from torch.utils import _pytree as pytree
 from .. import pipeline
 from ..arguments import check_request
 from ..backend import Captured, Options, State
-from ..capture.dynamo import with_own_code
+from ..capture.dynamo import remedy, with_own_code
 from ..compile import AmpMethod, AmpModule
-from ..errors import ArgumentError, CaptureError, PipelineError, VerifyError
+from ..errors import AmpWarning, ArgumentError, CaptureError, PipelineError, VerifyError
 from ..ops.names import OpLike
 from ..policy import Policy, dtype_name
 from ..report import Report
@@ -48,13 +49,15 @@ class StepResult:
 
     ``loss``: of this batch, not scaled. ``skipped``: True if this call was to update the weights and did not, because a
     gradient was not finite. ``scale``: what the loss was multiplied by. ``grad_norm``: of all gradients of this update
-    so far, unscaled, before clipping.
+    so far, unscaled, before clipping. ``updated``: True if this call did update the weights; a learning-rate scheduler
+    goes by it.
     """
 
     loss: Tensor
     skipped: Tensor
     scale: Tensor
     grad_norm: Tensor
+    updated: Tensor
 
 
 def compile_train_step(
@@ -111,6 +114,16 @@ def compile_train_step(
     # between the pieces of a model that breaks the graph, autocast's own numerics leave low values low
     options = Options(chosen, backend, chosen.autocast_device is None, disable_passes=asked.disable_passes)
     scaler = None if "scale_loss" in asked.disable_passes else _scaler(loss_scaler)
+    low = next(
+        (p.dtype for p in model.parameters() if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16)), None
+    )
+    if low is not None:
+        warnings.warn(
+            f"The model's parameters are {dtype_name(low)}: there are no fp32 masters, so small updates are lost to "
+            "rounding and gradients are rounded too. Give the model in fp32 (model.float()).",
+            AmpWarning,
+            stacklevel=2,
+        )
     return TrainStep(model, loss_fn, optimizer, options, scaler, accumulate_steps, max_grad_norm)
 
 
@@ -173,8 +186,10 @@ class TrainStep:
         self._owner = Owner(model, loss_fn, optimizer)
         self._whole: Captured | None = None
         self._pieces: Pieces | None = None
+        self._loss = torch.full((), float("nan"), device=self._device)  # of the last batch
         self._one = torch.ones((), device=self._device)
         self._false = torch.zeros((), dtype=torch.bool, device=self._device)
+        self._true = torch.ones((), dtype=torch.bool, device=self._device)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -208,19 +223,20 @@ class TrainStep:
                 loss = self._run(args, kwargs, targets)
             batch.found = window.found
             window.batches.append(batch)
+        self._loss = loss.detach()
         if window.done < window.size:
             return self._result(loss, self._norm(), updated=False)
         return self._update(loss)
 
     def flush(self) -> StepResult | None:
         """Update the weights from the batches that are waiting, fewer than ``accumulate_steps``, as at the end of an
-        epoch: by the mean over those there are. None if none are waiting."""
+        epoch: by the mean over those there are. The result's loss is the last batch's. None if none are waiting."""
         window = self._window
         if window.done == 0:
             return None
         with torch.no_grad():
             multiply_(self._gradients(), window.size / window.done)
-        return self._update(torch.full_like(self._one, float("nan")))
+        return self._update(self._loss)
 
     def _run(self, args: tuple[Any, ...], kwargs: Any, targets: Any) -> Tensor:
         if self._pieces is None:
@@ -310,7 +326,9 @@ class TrainStep:
         window = self._window
         skipped = window.skipped() if updated else None
         scale = self._one if window.scale is None else window.scale
-        return StepResult(loss.detach(), self._false if skipped is None else skipped, scale, norm)
+        if skipped is None:
+            return StepResult(loss.detach(), self._false, scale, norm, self._true if updated else self._false)
+        return StepResult(loss.detach(), skipped, scale, norm, skipped.logical_not())
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self._owner.parameters() if p.grad is not None]
@@ -357,7 +375,8 @@ class TrainStep:
         if self.scaler is None:
             return Overflow("There is no loss scaler, so no gradient is checked: compile with loss_scaler='dynamic'.")
         captured = self._whole if self._pieces is None else self._pieces.captured
-        return explain_last_update(captured, self._probe, self._owner, self._window)
+        adapts = isinstance(self.scaler, DynamicLossScaler)
+        return explain_last_update(captured, self._probe, self._owner, self._window, adapts)
 
     # ------------------------------------------------------------------------------------- checkpointing
 
@@ -424,6 +443,7 @@ def _reason(error: Exception) -> str:
     cause = _cause(error)
     lines = [line.strip() for line in str(cause).strip().splitlines() if line.strip()]
     text = lines[0] if lines else ""
+    text += remedy(text)
     return text if type(cause).__name__ in ("CaptureError", "Unsupported") else f"{type(cause).__name__}: {text}"
 
 
