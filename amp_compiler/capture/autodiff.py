@@ -130,6 +130,8 @@ def joint_graph(
     results = pytree.tree_leaves(last.args[0], is_leaf=lambda x: x is None)
     roles = [_output_role(desc, d) for desc in last.meta["desc"]]
     kept = [(role, node) for role, node in zip(roles, results, strict=True) if role is not None and node is not None]
+    kept = [(role, _copied(joint.graph, node) if role == g.Role("output", gm.meta[g.LOSS]) else node)
+            for role, node in kept]  # fmt: skip
     last.args = (tuple(result for _, result in kept),)
     joint.meta[g.ROLE] = tuple(role for role, _ in kept)
     joint.meta[g.RESTORED] = [role for role, _ in kept if role.kind == "mutation" and role.index in state]
@@ -137,6 +139,14 @@ def joint_graph(
     joint.graph.set_codegen(fx.graph.CodeGen())  # flat arguments instead of (primals, tangents)
     joint.recompile()
     return joint
+
+
+def _copied(graph: fx.Graph, loss: fx.Node) -> fx.Node:
+    """The loss in memory of its own: behind the one number of torch's ``mse_loss`` lies that of all its terms."""
+    with graph.inserting_after(loss):
+        copy = graph.call_function(torch.ops.aten.clone.default, (loss,))
+    copy.meta = dict(loss.meta)
+    return copy
 
 
 def decompositions_for(backend: str) -> Any:

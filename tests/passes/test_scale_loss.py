@@ -51,6 +51,7 @@ def test_the_smallest_step() -> None:
         input scale: f32[]
         input found: f32[1]
         sum_1: f32[] = sum(p0)
+        clone_default: f32[] = clone(sum_1)
         mul_tensor: f32[] = mul.Tensor(tangents_1, scale)
         expand: f32[2] = expand(mul_tensor, [2])
         reciprocal_default: f32[] = reciprocal(scale)
@@ -58,7 +59,7 @@ def test_the_smallest_step() -> None:
         getitem: (f32[2]) = getitem(unscale_default, 0)
         grad_p0: f32[2] = getitem(getitem, 0)
         getitem_2: f32[1] = getitem(unscale_default, 1)
-        return sum_1, grad_p0, getitem_2
+        return clone_default, grad_p0, getitem_2
     """)  # fmt: skip
 
 
