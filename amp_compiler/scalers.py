@@ -7,11 +7,8 @@ the loss's device, and nothing but ``step`` of an optimizer that is not fused ma
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import functools
-import math
-import struct
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -21,15 +18,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from . import scaler_checks as checks
 from .errors import AmpWarning, ArgumentError, ScalerError
 from .kernels import all_finite as finite_kernel
 from .kernels import unscale as unscale_kernel
 from .update import apply_update, gradients, inverse, takes_found_inf
 
 STUCK_AFTER = 20  # updates in a row with non-finite gradients while the scale cannot fall, before a warning
-
-_SMALLEST = torch.finfo(torch.float32).tiny  # the smallest normal number; 1 / scale is inf not far below it
-_LARGEST = torch.finfo(torch.float32).max
 
 Nested = TypeVar("Nested")
 
@@ -311,8 +306,8 @@ class LossScaler:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over the scale of a state, of a scaler here or ``torch.amp.GradScaler``. A wrong one changes nothing."""
-        state = _State(state_dict)
-        self._write(scale=state.take("scale", _fp32), stuck=state.take("_stuck_tracker", _count, 0))
+        state = checks.State(state_dict)
+        self._write(scale=state.take("scale", checks.scale_of), stuck=state.take("_stuck_tracker", checks.count, 0))
 
     # ------------------------------------------------------------------------------------------ inside
 
@@ -345,7 +340,7 @@ class LossScaler:
 
     @property
     def _floor(self) -> float:
-        return _LARGEST  # a scale that does not fall is always at its floor
+        return checks.LARGEST  # a scale that does not fall is always at its floor
 
     def _rescale(self, scale: Tensor, found: Tensor) -> None:
         """Change the scale after an update."""
@@ -361,10 +356,10 @@ class LossScaler:
         self._clamp(scale)
 
     def _checked(self, scale: Any, name: str) -> float:
-        return _fp32(scale, name)
+        return checks.scale_of(scale, name)
 
     def _clamp(self, scale: Tensor) -> None:
-        scale.clamp_(_SMALLEST, _LARGEST)
+        scale.clamp_(checks.SMALLEST, checks.LARGEST)
 
     def _look(self, stacklevel: int) -> None:
         """Warn once if the scale is of no help. Only where the host may read."""
@@ -397,7 +392,7 @@ class StaticLossScaler(LossScaler):
     """
 
     def __init__(self, scale: float) -> None:
-        super().__init__(_fp32(scale, "scale"))
+        super().__init__(checks.scale_of(scale, "scale"))
 
     def __repr__(self) -> str:
         return f"StaticLossScaler({self._numbers.read('scale'):g})"
@@ -432,11 +427,11 @@ class DynamicLossScaler(LossScaler):
         min_scale: float = 1.0,
         max_scale: float | None = None,
     ) -> None:
-        self._growth_factor = _growth(growth_factor, "growth_factor")
-        self._backoff_factor = _backoff(backoff_factor, "backoff_factor")
-        self._growth_interval = _positive_int(growth_interval, "growth_interval")
-        self._overflow_patience = _positive_int(overflow_patience, "overflow_patience")
-        self._min_scale, self._max_scale = _fp32(min_scale, "min_scale"), _cap(max_scale, "max_scale")
+        self._growth_factor = checks.growth(growth_factor, "growth_factor")
+        self._backoff_factor = checks.backoff(backoff_factor, "backoff_factor")
+        self._growth_interval = checks.positive_int(growth_interval, "growth_interval")
+        self._overflow_patience = checks.positive_int(overflow_patience, "overflow_patience")
+        self._min_scale, self._max_scale = checks.scale_of(min_scale, "min_scale"), checks.cap(max_scale, "max_scale")
         super().__init__(self._checked(init_scale, "init_scale"))
 
     def get_growth_factor(self) -> float:
@@ -444,21 +439,21 @@ class DynamicLossScaler(LossScaler):
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Change what the scale is multiplied by when it grows."""
-        self._growth_factor = _growth(new_factor, "set_growth_factor")
+        self._growth_factor = checks.growth(new_factor, "set_growth_factor")
 
     def get_backoff_factor(self) -> float:
         return self._backoff_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Change what the scale is multiplied by when gradients overflowed."""
-        self._backoff_factor = _backoff(new_factor, "set_backoff_factor")
+        self._backoff_factor = checks.backoff(new_factor, "set_backoff_factor")
 
     def get_growth_interval(self) -> int:
         return self._growth_interval
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Change how many finite updates in a row make the scale grow."""
-        self._growth_interval = _positive_int(new_interval, "set_growth_interval")
+        self._growth_interval = checks.positive_int(new_interval, "set_growth_interval")
         # torch's update compares by equality: a count beyond the interval would never make the scale grow again
         self._numbers.plain["finite"] = min(self._numbers.plain["finite"], new_interval - 1)
         if self._numbers.tensors:
@@ -478,16 +473,18 @@ class DynamicLossScaler(LossScaler):
         What the latter does not know (patience, floor, cap) stays as it is here, and its scale is brought between
         floor and cap.
         """
-        state = _State(state_dict)
-        scale = state.take("scale", _fp32)
-        growth, backoff = state.take("growth_factor", _growth), state.take("backoff_factor", _backoff)
-        interval = state.take("growth_interval", _positive_int)
-        patience = state.take("overflow_patience", _positive_int, self._overflow_patience)
-        floor, cap = state.take("min_scale", _fp32, self._min_scale), state.take("max_scale", _cap, self._max_scale)
+        state = checks.State(state_dict)
+        scale = state.take("scale", checks.scale_of)
+        growth, backoff = state.take("growth_factor", checks.growth), state.take("backoff_factor", checks.backoff)
+        interval = state.take("growth_interval", checks.positive_int)
+        patience = state.take("overflow_patience", checks.positive_int, self._overflow_patience)
+        floor = state.take("min_scale", checks.scale_of, self._min_scale)
+        cap = state.take("max_scale", checks.cap, self._max_scale)
         if cap is not None and cap < floor:
             raise state.wrong(f"min_scale={floor:g} is above max_scale={cap:g}.")
-        finite, overflows = state.take("_growth_tracker", _count), state.take("_overflow_tracker", _count, 0)
-        stuck = state.take("_stuck_tracker", _count, 0)
+        finite = state.take("_growth_tracker", checks.count)
+        overflows = state.take("_overflow_tracker", checks.count, 0)
+        stuck = state.take("_stuck_tracker", checks.count, 0)
 
         self._growth_factor, self._backoff_factor, self._growth_interval = growth, backoff, interval
         self._overflow_patience, self._min_scale, self._max_scale = patience, floor, cap
@@ -504,10 +501,10 @@ class DynamicLossScaler(LossScaler):
 
     @property
     def _ceiling(self) -> float:
-        return _LARGEST if self._max_scale is None else self._max_scale
+        return checks.LARGEST if self._max_scale is None else self._max_scale
 
     def _checked(self, scale: Any, name: str) -> float:
-        value = _fp32(scale, name)
+        value = checks.scale_of(scale, name)
         if not self._floor <= value <= self._ceiling:
             raise ArgumentError(
                 f"{name}={scale!r} is not between min_scale={self._floor:g} and max_scale={self._ceiling:g}. Choose "
@@ -585,89 +582,5 @@ def _leaves(value: Any, method: str) -> list[Tensor]:
     return leaves
 
 
-# ------------------------------------------------------------------------------------------ numbers
-
-
 def _name(optimizer: Optimizer) -> str:
     return type(optimizer).__name__
-
-
-def _number(value: Any, name: str, what: str) -> float:
-    number = math.nan
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        with contextlib.suppress(OverflowError):  # an int beyond all floats
-            number = float(value)
-    if not math.isfinite(number):
-        raise ArgumentError(f"{name} must be {what}, not {value!r}.")
-    return number
-
-
-def _fp32(value: Any, name: str) -> float:
-    """A scale as fp32 holds it."""
-    what = f"a finite number above 0 that fp32 can hold ({_SMALLEST:.1e} to {_LARGEST:.1e})"
-    number = _number(value, name, what)
-    if not _SMALLEST <= number <= _LARGEST:
-        raise ArgumentError(f"{name} must be {what}, not {value!r}.")
-    rounded: float = struct.unpack("f", struct.pack("f", number))[0]
-    return rounded
-
-
-def _growth(value: Any, name: str) -> float:
-    if (factor := _number(value, name, "a finite number above 1")) <= 1:
-        raise ArgumentError(f"{name} must be above 1, not {value!r}.")
-    return factor
-
-
-def _backoff(value: Any, name: str) -> float:
-    if not 0 < (factor := _number(value, name, "a number between 0 and 1")) < 1:
-        raise ArgumentError(f"{name} must be between 0 and 1, both excluded, not {value!r}.")
-    return factor
-
-
-def _positive_int(value: Any, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
-        raise ArgumentError(f"{name} must be an int of at least 1 (and below 2**31), not {value!r}.")
-    return value
-
-
-def _cap(value: Any, name: str) -> float | None:
-    return None if value is None else _fp32(value, name)
-
-
-def _count(value: Any, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
-        raise ArgumentError(f"{name} must be a count, not {value!r}.")
-    return value
-
-
-_MISSING: Any = object()
-
-
-class _State:
-    """A state dict that somebody gives us, read with care."""
-
-    def __init__(self, state: Any) -> None:
-        if not isinstance(state, Mapping):
-            raise ArgumentError(f"load_state_dict() takes what state_dict() gave, a dict, not {type(state).__name__}.")
-        if not state:
-            raise ArgumentError(
-                "load_state_dict() got an empty dict, as a disabled torch.amp.GradScaler saves it. Leave the call out "
-                "to start with a fresh scale."
-            )
-        self._state = state
-
-    def take(self, key: str, check: Callable[[Any, str], Any], default: Any = _MISSING) -> Any:
-        value = self._state.get(key, default)
-        if value is _MISSING:
-            raise self.wrong(f"the key {key!r} is missing.")
-        try:
-            return check(value, key)
-        except ArgumentError as error:
-            raise self.wrong(str(error)) from None
-
-    @staticmethod
-    def wrong(what: str) -> ArgumentError:
-        return ArgumentError(
-            f"load_state_dict(): not the state of a loss scaler: {what} Nothing was loaded. Pass what state_dict() of "
-            "a loss scaler or of torch.amp.GradScaler gave, or leave the call out to start with a fresh scale."
-        )
