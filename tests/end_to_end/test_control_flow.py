@@ -563,8 +563,7 @@ def test_recurrent(name: str) -> None:
     # torch's C++ cell multiplies by a view of weight_hr, which autocast casts anew in each step; the decomposition
     # that makes it differentiable uses the weight itself
     projected = name == "lstm with a projection"
-    levels = (("O2", F16),) if projected else ()  # one of the two comparisons for each
-    check(make(), args, levels=levels, roundings=2 * ROUNDINGS, mkldnn=False, autocast=not projected)
+    check(make(), args, levels=(("O2", F16),), roundings=2 * ROUNDINGS, mkldnn=False, autocast=not projected)
 
 
 def test_dropout_between_two_recurrent_layers() -> None:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from amp_compiler import DynamicLossScaler, StaticLossScaler, amp_compile, compile_train_step
 from amp_compiler.errors import AmpError, ArgumentError
+from amp_compiler.profile import count_ops
 from helpers import BF16, F16
 from networks import NETWORKS
 from training_helpers import Loop, bad, batches, differences, fused_adamw, gradients, sgd, state, trains_like
@@ -402,6 +403,28 @@ def test_checkpointed_layers_train_the_same() -> None:
 
     step = trains_like(Checkpointed(), GOOD, seed=3)
     assert len(step.joint_graphs) == 1
+
+
+def test_checkpointed_layers_are_computed_again() -> None:
+    """One graph could keep their values instead, and the memory would not drop."""
+    counts = {}
+    for again in (False, True):
+        layers = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)) for _ in range(3))
+
+        def forward(x: Tensor, layers: nn.ModuleList = layers, again: bool = again) -> Tensor:
+            for layer in layers:
+                x = checkpoint(layer, x, use_reentrant=False) if again else layer(x)
+            return x
+
+        model = nn.Module()
+        model.layers, model.forward = layers, forward
+        step = make(model, level="O0")
+        batch = batches(1, (4, 3), (4, 3))[0]
+        step(*batch)
+        assert len(step.joint_graphs) == 1
+        counts[again] = count_ops(lambda: step(*batch))["aten::addmm"]  # noqa: B023
+    assert counts[False] == 6
+    assert counts[True] >= 9  # at least the first linear of each layer once more
 
 
 # ------------------------------------------------------------------------------------------------- loss scaler
