@@ -49,7 +49,8 @@ class Scratch(threading.local):
         held = self.buffers.get((use, dtype))
         keep = size * dtype.itemsize <= KEPT
         if held is None or held.numel() < size:
-            held = torch.empty(size, dtype=dtype)
+            with torch.inference_mode(False):  # memory made under inference mode could not be written outside it
+                held = torch.empty(size, dtype=dtype)
             if keep:
                 self.buffers[use, dtype] = held
                 self.views.clear()  # they show the memory that this replaces

@@ -91,3 +91,14 @@ def test_compiled() -> None:
     a, b = torch.randn(3, 4), torch.randn(4, 2)
     run = torch.compile(lambda a, b: cast_matmul(a, b, None, F16, F32) * 2, backend="aot_eager", fullgraph=True)
     assert torch.equal(run(a, b), cast_matmul(a, b, None, F16, F32) * 2)
+
+
+def test_inference_mode_then_training() -> None:
+    """Scratch memory is kept from call to call; a tensor made under inference mode cannot be written outside it."""
+    shape = (37, 41)  # of no other test
+    with torch.inference_mode():
+        first = cast_matmul(torch.ones(shape), torch.ones(shape).t(), None, BF16, BF16)
+    second = cast_matmul(torch.ones(shape, requires_grad=True), torch.ones(shape).t(), None, BF16, BF16)
+    assert first.is_inference()
+    assert not second.is_inference()
+    assert torch.equal(first, second)
