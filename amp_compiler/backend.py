@@ -10,6 +10,7 @@ import contextlib
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,7 @@ from .capture import dynamo
 from .errors import AmpError, AmpWarning, BannedOpError, CaptureError
 from .passes.base import Context
 from .policy import Policy, dtype_name
-from .report import Report, Row, build_report, cast_totals, graph_rows
+from .report import Report, Row, build_report, cast_totals, graph_rows, kernel_counts
 from .scopes import Surroundings, inside_call, marked_modules, modules_of
 from .verify import deep_by_default, verify
 
@@ -58,6 +59,7 @@ class Piece:
     graph: fx.GraphModule
     rows: list[Row]
     casts: tuple[int, int]
+    kernels: Counter[tuple[str, str]] = field(default_factory=Counter)
     joint: fx.GraphModule | None = None  # forward, backward and loss scaling in one, of a whole training step
 
 
@@ -97,6 +99,7 @@ class State:
         return build_report(
             (row for piece in pieces for row in piece.rows), (piece.casts for piece in pieces),
             level=policy.level, dtype=policy.low, not_captured=self.not_captured, notes=notes,
+            kernels=(piece.kernels for piece in pieces),
         )  # fmt: skip
 
 
@@ -282,7 +285,7 @@ class Backend:
         def joint(differentiated: fx.GraphModule, kind: str) -> None:
             chosen = steps.joint if kind == "joint" else steps.inference
             chosen.run(differentiated, ctx, self.state.history, graph=kind)
-            piece.casts = cast_totals(differentiated)
+            piece.casts, piece.kernels = cast_totals(differentiated), kernel_counts(differentiated)
 
         compiled = compile_graph(graph, example_inputs, backend, joint)
         self.state.pieces.append(piece)

@@ -40,6 +40,7 @@ STATE = "amp_state"  # gm.meta key: (output, input) positions of what the model 
 CONSTANT = "amp_constant"  # node.meta key: the value of an input that is a constant of the model's code
 CLOSED = "amp_closed"  # gm.meta key: a body that no pass may look into
 OUTPUT_DTYPES = "amp_output_dtypes"  # gm.meta key: what the model's outputs are, where tracing lost it
+KERNEL = "amp_kernel"  # node.meta key: why an op of ours is in the place of ATen's
 LOSS = "amp_loss"  # gm.meta key: the output that is the loss, in the graph of a training step
 ROLE = "amp_role"  # node.meta key of the Role of an input of a joint graph; gm.meta key: those of its outputs
 RESTORED = "amp_restored"  # gm.meta key: the Roles of outputs that a skipped update must leave as they were

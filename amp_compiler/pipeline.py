@@ -2,10 +2,10 @@
 
 capture ─▶ normalize ─▶ mark_dtype_origin ─▶ assign_precision ─▶ insert_casts ─▶ autodiff
            └───────────────────────────── FORWARD ───────────────────────────┘
-autodiff ─▶ fold_casts ─▶ fuse_cast_matmul ─▶ lower_kernels ─▶ batch_casts ─▶ run
-            └──────────────────── JOINT / INFERENCE ─────────────────────┘
-autodiff ─▶ scale_loss ─▶ fold_casts ─▶ hoist_weight_casts ─▶ fuse_cast_matmul ─▶ lower_kernels ─▶ batch_casts
-            └── STEP (a whole training step)                 ─▶ accumulate_in_place or unscale_in_place ─▶ run
+autodiff ─▶ fold_casts ─▶ fold_views ─▶ fuse_cast_matmul ─▶ lower_kernels ─▶ batch_casts ─▶ run
+            └─────────────────────────── JOINT / INFERENCE ────────────────────────────┘
+autodiff ─▶ scale_loss ─▶ fold_casts ─▶ fold_views ─▶ hoist_weight_casts ─▶ fuse_cast_matmul ─▶ lower_kernels
+            └── STEP (a whole training step)  ─▶ batch_casts ─▶ accumulate_in_place or unscale_in_place ─▶ run
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from .passes import (
     assign_precision,
     batch_casts,
     fold_casts,
+    fold_views,
     fuse_cast_matmul,
     hoist_weight_casts,
     insert_casts,
@@ -37,11 +38,11 @@ from .passes.base import Context, Pass
 from .verify import verify
 
 FORWARD = (normalize.PASS, mark_dtype_origin.PASS, assign_precision.PASS, insert_casts.PASS)
-JOINT = (fold_casts.PASS, fuse_cast_matmul.PASS, lower_kernels.PASS, batch_casts.PASS)
+JOINT = (fold_casts.PASS, fold_views.PASS, fuse_cast_matmul.PASS, lower_kernels.PASS, batch_casts.PASS)
 INFERENCE = JOINT
 STEP = (
-    scale_loss.PASS, fold_casts.PASS, hoist_weight_casts.PASS, fuse_cast_matmul.PASS, lower_kernels.PASS,
-    batch_casts.PASS, accumulate_in_place.PASS, unscale_in_place.PASS,
+    scale_loss.PASS, fold_casts.PASS, fold_views.PASS, hoist_weight_casts.PASS, fuse_cast_matmul.PASS,
+    lower_kernels.PASS, batch_casts.PASS, accumulate_in_place.PASS, unscale_in_place.PASS,
 )  # fmt: skip
 WEIGHTS = (batch_casts.PASS,)  # on the graph that makes the low copies of weights, once an update
 

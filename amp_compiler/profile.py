@@ -7,7 +7,8 @@ threads that the function starts by itself are not. What Dynamo does while it co
 so a first call counts like any other.
 
 A kernel that Inductor generated is no op: casts fused into it reach no memory of their own, and the
-profiler does not see inside. The same holds for the inside of oneDNN.
+profiler does not see inside. The same holds for the inside of oneDNN, and of our compiled `amp::cast_matmul`, which
+rounds as it packs the blocks of a product.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _FREE = frozenset(
 class CastCount:
     """The casts that ran: how many, how many bytes they wrote, and which ops asked for them.
 
-    ``inside``: (number, bytes) of conversions to scratch memory inside kernels of ours (``amp::cast_matmul`` on a CPU),
+    ``inside``: (number, bytes) of conversions to scratch memory inside kernels of ours (``amp::wide_*`` on a CPU),
     whose operands and results are no casts. They are not in ``number`` and ``bytes``.
 
     ``by_op`` maps the outermost op around each cast to its number of casts: ``aten::linear`` for what

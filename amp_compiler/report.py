@@ -37,6 +37,18 @@ class Row:
         return f"{self.node} ({self.op}{where}): {self.precision}, {self.reason}"
 
 
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """How often an op of ours runs in the place of ATen's, and why; forward and backward."""
+
+    op: str
+    count: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.count} × {self.op}: {self.reason}"
+
+
 @dataclass(frozen=True)
 class Report:
     """Rows and totals. ``casts`` and ``cast_bytes`` are those of the graphs as they run: forward and backward
@@ -51,6 +63,7 @@ class Report:
     by_precision: dict[str, int] = field(default_factory=dict)
     not_captured: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    kernels: tuple[Kernel, ...] = ()
 
     def why(self, text: str) -> list[Row]:
         """The rows whose node, op or module contains ``text``."""
@@ -75,6 +88,7 @@ class Report:
         lines += ["", f"level {self.level}, {self.dtype}: {len(self.rows)} ops ({counts})",
                   f"casts: {self.casts} ({self.cast_bytes:,} bytes); "
                   f"matmul and convolution FLOPs in low precision: {self.low_flops_share:.1%}"]  # fmt: skip
+        lines += [f"kernel: {kernel}" for kernel in self.kernels]
         lines += [f"not captured: {what}" for what in self.not_captured]
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
@@ -121,9 +135,16 @@ def cast_totals(gm: fx.GraphModule) -> tuple[int, int]:
     return number, total
 
 
+def kernel_counts(gm: fx.GraphModule) -> Counter[tuple[str, str]]:
+    """(op, reason) of every op of ours in a graph."""
+    return Counter((g.op_name(n), n.meta[g.KERNEL]) for _, inner in g.all_graphs(gm) for n in inner.graph.nodes
+                   if g.KERNEL in n.meta and g.op_name(n).startswith("amp::"))  # fmt: skip
+
+
 def build_report(
     rows: Iterable[Row], casts: Iterable[tuple[int, int]], *, level: str, dtype: torch.dtype,
     not_captured: Iterable[str] = (), notes: Iterable[str] = (),
+    kernels: Iterable[Counter[tuple[str, str]]] = (),
 ) -> Report:  # fmt: skip
     """Add up rows and cast totals."""
     rows, casts = tuple(rows), list(casts)
@@ -132,4 +153,5 @@ def build_report(
     return Report(
         rows, level, dtype_name(dtype), sum(n for n, _ in casts), sum(b for _, b in casts),
         low / flops if flops else 0.0, dict(Counter(r.precision for r in rows)), tuple(not_captured), tuple(notes),
+        tuple(Kernel(op, count, reason) for (op, reason), count in sorted(sum(kernels, Counter()).items())),
     )  # fmt: skip

@@ -302,6 +302,17 @@ def _hoisted(gm: fx.GraphModule, ctx: Any, where: str) -> None:
                 _fail(where, node, "casts a parameter once a micro-batch.")
 
 
+def _viewed(gm: fx.GraphModule, ctx: Any, where: str) -> None:
+    """No transposition undoes another, unless the caller gets it: an input is not returned in its place."""
+    returned = g.output_nodes(gm.graph)
+    for node in gm.graph.nodes:
+        inner = node.args[0] if node.target is torch.ops.aten.t.default else None
+        if isinstance(inner, fx.Node) and inner.target is node.target and not (
+            "recompute" in node.meta or node in returned
+        ):
+            _fail(where, node, f"transposes {inner.name} back.")
+
+
 CHECKS: Mapping[str, Callable[[fx.GraphModule, Any, str], None]] = {
     "captured": _captured,
     "normalized": _normalized,
@@ -320,6 +331,7 @@ CHECKS: Mapping[str, Callable[[fx.GraphModule, Any, str], None]] = {
     "accumulated": _accumulated,
     "folded": _folded,
     "batched": _folded,
+    "viewed": _viewed,
 }
 
 

@@ -7,8 +7,9 @@ None. Operands and bias are rounded to ``dtype`` (fp16 or bf16), products are ad
 rounded once, to ``out_dtype`` (``dtype`` or fp32). So no cast of an operand is written to memory, and a weight gradient
 that is wanted in fp32 comes out in fp32.
 
-``reference`` defines the meaning. On a CPU the product itself is fp32's (see ``cpu.py``); on CUDA and ROCm it is
-Triton's (``cast_matmul_triton.py``, loaded when a tensor there asks for it).
+``reference`` defines the meaning. On a CPU the product itself is fp32's (see ``cpu.py``), between conversions in C++
+(``cpp/cast_matmul.h``) or, where that is not built, in Python; on CUDA and ROCm it is Triton's
+(``cast_matmul_triton.py``, loaded when a tensor there asks for it).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import build
 from .gpu import DTYPES, uses_triton
 
 #: a buffer of more bytes than this is not kept for the next call
@@ -95,6 +97,8 @@ def reference(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out
 
 
 def _cpu(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:
+    if a.dim() == 3 and b.stride(0) == 0:  # one matrix for the whole batch: torch's `linear` of turned inputs
+        return _cpu(a.flatten(0, 1), b[0], bias, dtype, out_dtype).view(*a.shape[:2], b.shape[-1])
     left, right = SCRATCH.widened("left", a, dtype), SCRATCH.widened("right", b, dtype)
     result = a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=out_dtype)
     sums = result if out_dtype is torch.float32 else SCRATCH.take("sums", result.shape, torch.float32)
@@ -151,6 +155,22 @@ class _CastMatmul(torch.autograd.Function):
         return grads[0], grads[1], grads[2], None, None
 
 
-_LIBRARY.impl("cast_matmul", _cpu, "CPU")
+_IN_PYTHON: list[torch.library.Library] = []
+
+
+def _register_python() -> None:
+    library = torch.library.Library("amp", "IMPL", "CPU")
+    library.impl("cast_matmul", _cpu)
+    _IN_PYTHON.append(library)
+
+
+def _drop_python() -> None:
+    while _IN_PYTHON:
+        _IN_PYTHON.pop()._destroy()
+
+
+_register_python()
+build.replaced.append(_drop_python)
+build.restored.append(_register_python)
 _LIBRARY.impl("cast_matmul", _cuda, "CUDA")
 torch.library.register_fake("amp::cast_matmul", _fake, lib=_LIBRARY)

@@ -5,7 +5,8 @@ low-precision unit (low operands, fp32 accumulation, low result); the speed is t
 runs torch's native low-precision kernels 3 to 50 times slower than fp32, one with them is faster natively.
 
 What the CPU says it has decides first; where it has the units, a measurement of a few milliseconds, once a process,
-decides. ``AMP_CPU_KERNELS=native`` or ``wide`` overrides both.
+decides. ``AMP_CPU_KERNELS=native`` or ``wide`` overrides both. Wide kernels are compiled when a graph first needs them
+(``build.py``); ``AMP_CPU_KERNELS=python`` is wide without that.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import time
 from dataclasses import dataclass
 
 import torch
+
+from . import build
 
 SETTING = "AMP_CPU_KERNELS"
 _SIZE = 256  # of the square matrices that are measured
@@ -31,17 +34,27 @@ class Choice:
 
 
 def runs_wide(dtype: torch.dtype) -> bool:
-    """Whether low-precision matrix products on this CPU are to be computed in fp32."""
-    return choose(dtype, os.environ.get(SETTING, "auto")).wide
+    """Whether low-precision matrix products on this CPU are to be computed in fp32; the kernels are ready then."""
+    setting = os.environ.get(SETTING, "auto")
+    wide = choose(dtype, setting).wide
+    if wide and setting != "python":
+        build.load()
+    return wide
+
+
+def reason(dtype: torch.dtype) -> str:
+    """Why products run as they do, for a report: what ``choose`` says, and whether the kernels are compiled."""
+    chosen = choose(dtype, os.environ.get(SETTING, "auto"))
+    return f"{chosen.reason}; {'compiled' if build.loaded() else 'in Python'}" if chosen.wide else chosen.reason
 
 
 @functools.cache
 def choose(dtype: torch.dtype, setting: str = "auto") -> Choice:
-    """The choice for a dtype. ``setting``: "auto", "native" or "wide"."""
-    if setting not in ("auto", "native", "wide"):
-        raise ValueError(f"{SETTING}={setting!r} is none of: auto, native, wide.")
+    """The choice for a dtype. ``setting``: "auto", "native", "wide" or "python"."""
+    if setting not in ("auto", "native", "wide", "python"):
+        raise ValueError(f"{SETTING}={setting!r} is none of: auto, native, wide, python.")
     if setting != "auto":
-        return Choice(setting == "wide", f"{SETTING}={setting}")
+        return Choice(setting != "native", f"{SETTING}={setting}")
     if not has_units(dtype):
         return Choice(True, f"this CPU has no {str(dtype).removeprefix('torch.')} units")
     native, wide = measure(dtype)

@@ -23,7 +23,7 @@ from torch import fx
 
 from amp_compiler import graph as g
 from amp_compiler.kernels import cast_matmul as _defines_cast_matmul  # noqa: F401
-from amp_compiler.kernels.cpu import runs_wide
+from amp_compiler.kernels.cpu import reason, runs_wide
 
 from .base import Context, Dialect, Pass
 
@@ -141,16 +141,22 @@ def _replace(
     graph: fx.Graph, node: fx.Node, operands: list[fx.Node | None], absorbed: set[fx.Node], wide: bool
 ) -> None:
     low = node.meta["val"].dtype
+    reasons = [f"computed in float32: {reason(low)}"] if node.meta["val"].device.type == "cpu" else []
     with graph.inserting_before(node):
         given: list[Any] = []
         for operand in operands:
             cast = _cast_behind(operand)
             takes = operand is not None and cast is not None and cast in absorbed
             given.append(_without_cast(graph, operand, cast, node) if takes and operand and cast else operand)
+        if any(new is not old for new, old in zip(given, operands, strict=True)):
+            reasons.append("rounds an operand as it reads it")
+        if wide:
+            reasons.append("its sum is wanted in float32")
         out = torch.float32 if wide else low
         new = graph.call_function(torch.ops.amp.cast_matmul.default, (*given, low, out))
     new.meta = dict(node.meta)
     new.meta["val"] = g.retype(node.meta["val"], out)
+    new.meta[g.KERNEL] = "; ".join(reasons)
     node.replace_all_uses_with(new)
     graph.erase_node(node)
     if wide:

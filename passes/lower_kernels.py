@@ -13,7 +13,7 @@ from __future__ import annotations
 from torch import fx
 
 from amp_compiler import graph as g
-from amp_compiler.kernels.cpu import runs_wide
+from amp_compiler.kernels.cpu import reason, runs_wide
 from amp_compiler.kernels.wide import OPS, wide_form
 
 from .base import Context, Dialect, Pass
@@ -30,6 +30,7 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
         low = {v.dtype for v in values if v.dtype in g.LOW_DTYPES}
         if len(low) == 1 and all(v.device.type == "cpu" for v in values) and runs_wide(next(iter(low))):
             node.target = wide_form(node.target)
+            node.meta[g.KERNEL] = f"computed in float32: {reason(next(iter(low)))}"
             modified = True
     if modified:
         gm.recompile()

@@ -21,6 +21,7 @@ from ..backend import Captured, Options, State
 from ..capture.dynamo import remedy, with_own_code
 from ..compile import AmpMethod, AmpModule
 from ..errors import AmpWarning, ArgumentError, CaptureError, PipelineError, VerifyError
+from ..kernels.norm import total_norm
 from ..ops.names import OpLike
 from ..policy import Policy, dtype_name
 from ..report import Report
@@ -337,11 +338,7 @@ class TrainStep:
         gradients = self._gradients()
         if not gradients:
             return torch.zeros_like(self._one)
-        with torch.no_grad():
-            dense = [x if x.layout is torch.strided else x.coalesce().values() for x in gradients]
-            norms = [n.to(self._device, torch.float32) for n in torch._foreach_norm(dense)]
-            total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-            return total
+        return total_norm(gradients, self._device, as_torch=self.max_grad_norm is not None)
 
     # ------------------------------------------------------------------------------------------- looking
 

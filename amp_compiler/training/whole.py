@@ -21,7 +21,7 @@ from ..capture.dynamo import assigned_attributes, input_sources
 from ..errors import ArgumentError, CaptureError
 from ..passes.base import Context
 from ..policy import dtype_name
-from ..report import cast_totals, graph_rows
+from ..report import cast_totals, graph_rows, kernel_counts
 from .owner import Owner
 from .probe import Probe
 from .window import Window
@@ -76,7 +76,8 @@ class WholeStep(Backend):
         weights = joint.meta.get(g.WEIGHTS)
         if weights is not None:
             steps.weights.run(weights, ctx, self.state.history, graph="weights")
-        self.state.pieces.append(Piece(graph, graph_rows(graph, len(self.state.pieces)), cast_totals(joint), joint))
+        rows = graph_rows(graph, len(self.state.pieces))
+        self.state.pieces.append(Piece(graph, rows, cast_totals(joint), kernel_counts(joint), joint))
         constants = {**dict(forward.named_parameters()), **dict(forward.named_buffers())}
         run = StepGraph(joint, weights, names, assigned_attributes(), constants, self.owner, self.window, backend)
 

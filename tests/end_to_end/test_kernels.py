@@ -61,7 +61,14 @@ def test_no_low_product_is_left_to_torch(dtype: torch.dtype) -> None:
     assert ops["amp::cast_matmul"] == 5
     assert not {"aten::mm", "aten::addmm"} & set(ops)
     casts = count_casts(lambda: compiled(x).sum().backward())
-    assert casts.inside[0] > 0
+    assert not any(name.startswith("amp::") for name in casts.by_op)
+
+
+def test_conversions_inside_a_kernel_are_counted_apart() -> None:
+    compiled, x = amp_compile(nn.Conv2d(1, 2, 3), level="O2", dtype=BF16), torch.randn(2, 1, 4, 4)
+    compiled(x)
+    casts = count_casts(lambda: compiled(x))
+    assert casts.inside[0] == 4  # two operands, the bias, the result
     assert not any(name.startswith("amp::") for name in casts.by_op)
 
 
@@ -86,3 +93,18 @@ def test_inference_folds_weights_into_the_product() -> None:
     with torch.no_grad():
         compiled(x)
         assert count_casts(lambda: compiled(x)).number == 1  # the result, back to fp32
+
+
+def test_the_report_says_which_kernels_run_and_why() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2))
+    compiled = amp_compile(model, level="O2", dtype=BF16)
+    compiled(torch.randn(2, 1, 4, 4)).sum().backward()
+    report = compiled.report()
+    counts = {k.op: 0 for k in report.kernels}
+    for kernel in report.kernels:
+        counts[kernel.op] += kernel.count
+        assert "AMP_CPU_KERNELS=wide" in kernel.reason
+    assert counts == {"amp::cast_matmul": 3, "amp::wide_convolution": 1, "amp::wide_convolution_backward": 1}
+    assert any("rounds an operand as it reads it" in k.reason for k in report.kernels)
+    assert "kernel: 1 × amp::wide_convolution: computed in float32" in str(report)
+    assert '"op": "amp::cast_matmul"' in report.to_json()

@@ -18,6 +18,8 @@ from amp_compiler.kernels.all_finite import all_finite, non_finite, reference
 INF, NAN = math.inf, math.nan
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
+pytestmark = pytest.mark.usefixtures("implementation")
+
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, "max", "min", "tiny"])

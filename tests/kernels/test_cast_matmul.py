@@ -14,6 +14,8 @@ from amp_compiler.kernels.cast_matmul import cast_matmul, reference
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 LOW = (F16, BF16)
 
+pytestmark = pytest.mark.usefixtures("implementation")
+
 
 def bound(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out: torch.dtype) -> Tensor:
     """K + 1 additions in fp32, each off by at most 2^-24 of the sum of magnitudes, then one rounding to ``out``."""
@@ -52,6 +54,71 @@ def test_any_shape_dtype_and_order(
 
     a, b = operand(m, k, kinds[0], turned[0]), operand(k, n, kinds[1], turned[1])
     check(a, b, torch.randn(n) if biased else None, dtype, F32 if wide else dtype)
+
+
+@settings(max_examples=40)
+@given(
+    sizes=st.tuples(*(st.sampled_from([1, 15, 16, 17, 32, 63, 64, 65, 100, 130]) for _ in range(3))),
+    kinds=st.tuples(st.sampled_from([F32, F16, BF16]), st.sampled_from([F32, F16, BF16])),
+    dtype=st.sampled_from(LOW), wide=st.booleans(), biased=st.booleans(),
+    turned=st.tuples(st.booleans(), st.booleans()), gaps=st.tuples(st.booleans(), st.booleans()),
+)  # fmt: skip
+def test_edges_of_blocks(
+    sizes: tuple[int, int, int], kinds: tuple[torch.dtype, torch.dtype], dtype: torch.dtype, wide: bool, biased: bool,
+    turned: tuple[bool, bool], gaps: tuple[bool, bool],
+) -> None:  # fmt: skip
+    """Sizes around those that the compiled kernel works in; operands that are columns of a wider matrix."""
+    torch.manual_seed(sum(sizes))
+
+    def operand(rows: int, columns: int, kind: torch.dtype, turn: bool, gap: bool) -> Tensor:
+        lines, length = (columns, rows) if turn else (rows, columns)
+        x = torch.randn(lines, length + 3 * gap).to(kind)[:, :length]
+        return x.t() if turn else x
+
+    m, k, n = sizes
+    a, b = operand(m, k, kinds[0], turned[0], gaps[0]), operand(k, n, kinds[1], turned[1], gaps[1])
+    check(a, b, torch.randn(n) if biased else None, dtype, F32 if wide else dtype)
+
+
+@settings(max_examples=30)
+@given(
+    bits=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=80), dtype=st.sampled_from(LOW), wide=st.booleans()
+)  # fmt: skip
+def test_any_number_is_rounded_as_torch_rounds_it(bits: list[int], dtype: torch.dtype, wide: bool) -> None:
+    """Subnormal, infinite and not a number too; by rows (short lists) and by blocks (long ones)."""
+    x = torch.tensor(bits, dtype=torch.int64).to(torch.uint32).view(F32).reshape(-1, 1)
+    got = cast_matmul(x, torch.ones(1, 1), None, dtype, F32 if wide else dtype)
+    assert torch.equal(got.float().nan_to_num(nan=7e37), x.to(dtype).float().nan_to_num(nan=7e37))
+    turned = cast_matmul(torch.ones(1, 1), x.t(), None, dtype, F32)
+    assert torch.equal(turned.t().nan_to_num(nan=7e37), x.to(dtype).float().nan_to_num(nan=7e37))
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 10**6), rows=st.sampled_from([5, 40, 64]), dtype=st.sampled_from(LOW))
+def test_a_sum_is_rounded_as_torch_rounds_it(seed: int, rows: int, dtype: torch.dtype) -> None:
+    numbers = torch.randn(rows, 2, generator=torch.Generator().manual_seed(seed))
+    parts = (numbers * torch.tensor([1.0, 2.0**-9])).to(dtype)
+    got = cast_matmul(parts, torch.ones(2, 3), torch.zeros(3), dtype, dtype)
+    assert torch.equal(got[:, 0], (parts[:, 0].float() + parts[:, 1].float()).to(dtype))
+
+
+def test_one_matrix_for_a_whole_batch() -> None:
+    """torch's `linear` gives an input that is turned so: the matrix is expanded, with a stride of 0."""
+    torch.manual_seed(0)
+    a, b = torch.randn(8, 6, 16).transpose(0, 1), torch.randn(16, 5).expand(6, 16, 5)
+    check(a, b, None, BF16, BF16)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_any_number_of_threads(threads: int) -> None:
+    torch.manual_seed(0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        check(torch.randn(200, 300), torch.randn(70, 300).t(), torch.randn(70), F16, F16)
+        check(torch.randn(300, 200).t(), torch.randn(300, 70), None, BF16, F32)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_operands_are_rounded_and_the_result_once() -> None:

@@ -18,6 +18,8 @@ from amp_compiler.kernels.unscale import _unscale, reference, unscale, unscale_
 INF, NAN = math.inf, math.nan
 F16, BF16, F32, F64, C64 = torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64
 
+pytestmark = pytest.mark.usefixtures("implementation")
+
 
 def flag(value: float = 0.0, shape: tuple[int, ...] = (1,)) -> Tensor:
     return torch.full(shape, value)
@@ -214,6 +216,7 @@ def test_compiled() -> None:
 def test_op() -> None:
     grads = [torch.ones(2), torch.ones(2, 3).t().half(), torch.ones(2, dtype=F64)]
     torch.library.opcheck(torch.ops.amp.unscale.default, (grads, torch.tensor(0.5), flag()))
+    torch.library.opcheck(torch.ops.amp.unscale_.default, (grads, torch.tensor(0.5), flag()))
 
 
 numbers = st.sampled_from([0.0, -0.0, 1.0, -2.5, 6e-8, 60000.0, 3e38, 1e-45, INF, -INF, NAN])

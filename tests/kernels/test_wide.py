@@ -58,8 +58,15 @@ def test_rounds_fp32s_result_once(op: Any, dtype: torch.dtype) -> None:
         assert torch.equal(mine, wide.to(mine.dtype))
 
 
+@pytest.mark.parametrize("op", list(OPS), ids=lambda op: op._schema.name.removeprefix("aten::"))
+def test_torch_itself_finds_nothing_wrong(op: Any) -> None:
+    args, kwargs = cases(torch.bfloat16)[op]
+    torch.library.opcheck(wide_form(op), args, kwargs)
+
+
 def test_the_choice() -> None:
     assert cpu.choose(torch.bfloat16, "wide").wide
+    assert cpu.choose(torch.bfloat16, "python").wide
     assert not cpu.choose(torch.float16, "native").wide
     with pytest.raises(ValueError, match="AMP_CPU_KERNELS='fast' is none of"):
         cpu.choose(torch.float16, "fast")

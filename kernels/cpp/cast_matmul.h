@@ -1,0 +1,254 @@
+// a @ b + bias: operands rounded to Low, sums in fp32 by torch's own product, one rounding to the result.
+#pragma once
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/native/CPUBlas.h>
+#include <ATen/ops/bmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/reshape.h>
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+
+#include "pack.h"
+#include "rounding.h"
+
+namespace amp {
+
+using at::Tensor;
+
+// Memory for operands while they are fp32, one piece a use and thread, kept from call to call: fresh memory costs more
+// than the conversion into it. What is larger than KEPT bytes goes back after the call.
+constexpr int64_t KEPT = int64_t(1) << 26;
+
+class Scratch {
+ public:
+  float* take(int64_t count) {
+    const int64_t bytes = count * static_cast<int64_t>(sizeof(float)) + 64;
+    if (bytes > size_) {
+      memory_.reset();  // the old piece goes before the new one comes
+      memory_.reset(new char[bytes]);
+      size_ = bytes;
+    }
+    return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory_.get()) + 63) & ~uintptr_t(63));
+  }
+  void tidy() {
+    if (size_ > KEPT) {
+      memory_.reset();
+      size_ = 0;
+    }
+  }
+
+ private:
+  std::unique_ptr<char[]> memory_;
+  int64_t size_ = 0;
+};
+
+enum Use { LEFT, RIGHT, SUMS, BIAS, USES };
+
+inline Scratch& scratch(Use use) {
+  thread_local Scratch pieces[USES];
+  return pieces[use];
+}
+
+inline void tidy() {
+  for (int use = 0; use < USES; ++use) scratch(static_cast<Use>(use)).tidy();
+}
+
+template <class Low>
+void rounded_stretch(const Tensor& x, int64_t start, int64_t n, float* to) {
+  if (x.scalar_type() == at::kFloat) {
+    round<Low>(x.const_data_ptr<float>() + start, to, n);
+  } else {
+    widen(x.const_data_ptr<Low>() + start, to, n);
+  }
+}
+
+// x as a dense tensor of Low or fp32, its elements in the order of memory that x has.
+template <class Low>
+Tensor readable(const Tensor& x) {
+  Tensor dense = x.is_non_overlapping_and_dense() ? x : x.contiguous();
+  const bool direct = x.scalar_type() == at::kFloat || x.scalar_type() == c10::CppTypeToScalarType<Low>::value;
+  return direct ? dense : dense.to(c10::CppTypeToScalarType<Low>::value);
+}
+
+// The values of x rounded to Low, as fp32, in the order of elements that x has in memory.
+template <class Low>
+Tensor rounded(Use use, const Tensor& x) {
+  const Tensor dense = readable<Low>(x);
+  float* to = scratch(use).take(dense.numel());
+  parallel(dense.numel(), [&](int64_t start, int64_t end) {
+    rounded_stretch<Low>(dense, start, end - start, to + start);
+  });
+  return at::from_blob(to, dense.sizes(), dense.strides(), dense.options().dtype(at::kFloat));
+}
+
+// The product of blocks is oneDNN's, as torch exports it (torch 2.13: at::native::cpublas::brgemm, for AVX-512). It takes
+// packed blocks, so the rounding of an operand costs what packing it would cost anyway.
+constexpr int64_t ROWS = 64, COLUMNS = 64;             // of a block
+constexpr int64_t HELD = int64_t(96) << 10;            // fp32 values of a that are packed at a time: in half an L2
+constexpr int64_t PACKED = (int64_t(1) << 23) / 4;     // fp32 values of b that are packed at a time
+constexpr int64_t LONGEST = 2048;                      // sums of more products overflow the cache a block at a time
+constexpr int64_t FEWEST = 32;                         // rows: for fewer, packing b costs more than it gives
+
+inline bool blocks_work() {
+#if AMP_LANES == 16
+  static const bool work = [] {
+    float a[ROWS] = {1.0f}, b[COLUMNS] = {2.0f}, c[1] = {0.0f};
+    try {
+      at::native::cpublas::brgemm(1, 1, 1, 1, 1, 1, false, a, b, c, false);
+    } catch (const std::exception&) {  // a CPU or a build of torch without them
+      return false;
+    }
+    return c[0] == 2.0f;
+  }();
+  return work;
+#else
+  return false;
+#endif
+}
+
+template <class T>
+Matrix<T> matrix(const Tensor& x) {
+  const bool turned = x.stride(-1) != 1;
+  return {x.const_data_ptr<T>(), turned ? x.stride(-1) : x.stride(-2), turned};
+}
+
+// One product of a part of the rows, by one thread. As many rows as the cache holds are packed; then each block of columns
+// is read once for all of them.
+template <class Low, class Out, class A>
+void multiply_rows(Matrix<A> a, const float* packed, const float* plus, Out* to, int64_t first, int64_t last, int64_t k,
+                   int64_t n, int64_t from_column, int64_t to_column) {
+  const int64_t step = k + 16;  // rows a power of two apart would fall into the same lines of the cache
+  const int64_t group = std::max<int64_t>(HELD / step / ROWS, 1) * ROWS;
+  float* rows = scratch(LEFT).take(std::min(group, last - first) * step);
+  alignas(64) float tile[ROWS * COLUMNS];
+  for (int64_t start = first; start < last; start += group) {
+    const int64_t end = std::min(start + group, last);
+    pack<Low>(a, start, 0, end - start, k, rows, step);
+    for (int64_t column = from_column; column < to_column; column += COLUMNS) {
+      const int64_t width = std::min(COLUMNS, to_column - column);
+      const float* block = packed + (column - from_column) * k;
+      for (int64_t row = start; row < end; row += ROWS) {
+        const int64_t height = std::min(ROWS, end - row);
+        Out* out = to + row * n + column;
+        const bool direct = std::is_same_v<Out, float> && !plus;
+        at::native::cpublas::brgemm(height, width, k, step, COLUMNS, direct ? n : COLUMNS, false, rows + (row - start) * step,
+                                    block, direct ? reinterpret_cast<float*>(out) : tile, false);
+        for (int64_t r = 0; !direct && r < height; ++r) {
+          finish(tile + r * COLUMNS, plus ? plus + column : nullptr, out + r * n, width);
+        }
+      }
+    }
+  }
+  at::native::cpublas::brgemm_release(false);
+}
+
+template <class Low, class B>
+void pack_columns(Matrix<B> b, float* packed, int64_t k, int64_t from_column, int64_t to_column) {
+  for (int64_t column = from_column; column < to_column; column += COLUMNS) {
+    const int64_t width = std::min(COLUMNS, to_column - column);
+    pack<Low>(b, 0, column, k, width, packed + (column - from_column) * k, COLUMNS);
+  }
+}
+
+inline int64_t blocks(int64_t count, int64_t size) { return (count + size - 1) / size; }
+
+template <class Low, class Out, class A, class B>
+void multiply(Matrix<A> a, Matrix<B> b, const float* plus, Out* to, int64_t m, int64_t k, int64_t n) {
+  const int64_t group = std::max<int64_t>(PACKED / k / COLUMNS, 1) * COLUMNS;
+  const int64_t threads = at::get_num_threads();
+  const int64_t share = blocks(blocks(m, threads), 16) * 16;  // rows of a thread
+  for (int64_t start = 0; start < n; start += group) {
+    const int64_t end = std::min(start + group, n);
+    float* packed = scratch(RIGHT).take(blocks(end - start, COLUMNS) * COLUMNS * k);
+    at::parallel_for(0, blocks(end - start, COLUMNS), std::max<int64_t>(GRAIN / k / COLUMNS, 1), [&](int64_t i, int64_t j) {
+      const int64_t first = start + i * COLUMNS, last = std::min(start + j * COLUMNS, end);
+      pack_columns<Low>(b, packed + (first - start) * k, k, first, last);
+    });
+    at::parallel_for(0, blocks(m, share), 1, [&](int64_t i, int64_t j) {
+      multiply_rows<Low, Out>(a, packed, plus, to, i * share, std::min(j * share, m), k, n, start, end);
+      tidy();
+    });
+  }
+}
+
+template <class Low, class Out, class A>
+void multiply(Matrix<A> a, const Tensor& b, const float* plus, Out* to, int64_t m, int64_t k, int64_t n) {
+  if (b.scalar_type() == at::kFloat) {
+    multiply<Low, Out>(a, matrix<float>(b), plus, to, m, k, n);
+  } else {
+    multiply<Low, Out>(a, matrix<Low>(b), plus, to, m, k, n);
+  }
+}
+
+// x in Low or fp32, with elements side by side in one of the last two dimensions.
+template <class Low>
+Tensor in_lines(const Tensor& x) {
+  const bool direct = x.scalar_type() == at::kFloat || x.scalar_type() == c10::CppTypeToScalarType<Low>::value;
+  const Tensor known = direct ? x : x.to(c10::CppTypeToScalarType<Low>::value);
+  return known.stride(-1) == 1 || known.stride(-2) == 1 ? known : known.contiguous();
+}
+
+template <class Low, class Out>
+Tensor cast_matmul(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias) {
+  if (a.dim() == 3 && b.stride(0) == 0) {  // one matrix for the whole batch: torch's `linear` of turned inputs
+    const Tensor rows = a.reshape({a.size(0) * a.size(1), a.size(2)});
+    return cast_matmul<Low, Out>(rows, b.select(0, 0), bias).view({a.size(0), a.size(1), b.size(2)});
+  }
+  const float* plus = bias.has_value() ? rounded<Low>(BIAS, bias->contiguous()).template const_data_ptr<float>() : nullptr;
+  const int64_t m = a.size(-2), k = a.size(-1), n = b.size(-1);
+  const bool batched = a.dim() == 3;
+  const auto floats = a.options().dtype(at::kFloat);
+  const auto outs = a.options().dtype(c10::CppTypeToScalarType<Out>::value);
+  Tensor result = batched ? at::empty({a.size(0), m, n}, outs) : at::empty({m, n}, outs);
+  Out* to = result.template mutable_data_ptr<Out>();
+  if (!batched && m >= FEWEST && n > 0 && k > 0 && k <= LONGEST && blocks_work()) {
+    const Tensor left = in_lines<Low>(a), right = in_lines<Low>(b);
+    if (left.scalar_type() == at::kFloat) {
+      multiply<Low, Out>(matrix<float>(left), right, plus, to, m, k, n);
+    } else {
+      multiply<Low, Out>(matrix<Low>(left), right, plus, to, m, k, n);
+    }
+  } else {
+    const Tensor left = rounded<Low>(LEFT, a), right = rounded<Low>(RIGHT, b);
+    float* sums = std::is_same_v<Out, float> ? reinterpret_cast<float*>(to) : scratch(SUMS).take(result.numel());
+    Tensor sum = at::from_blob(sums, result.sizes(), floats);
+    batched ? at::bmm_out(sum, left, right) : at::mm_out(sum, left, right);
+    if (plus) {
+      at::parallel_for(0, result.numel() / std::max<int64_t>(n, 1), std::max<int64_t>(GRAIN / std::max<int64_t>(n, 1), 1),
+                       [&](int64_t start, int64_t end) {
+                         for (int64_t r = start; r < end; ++r) finish(sums + r * n, plus, to + r * n, n);
+                       });
+    } else if (!std::is_same_v<Out, float>) {
+      parallel(result.numel(), [&](int64_t start, int64_t end) {
+        finish<Out>(sums + start, nullptr, to + start, end - start);
+      });
+    }
+  }
+  tidy();
+  return result;
+}
+
+inline Tensor cast_matmul_cpu(
+    const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias, at::ScalarType dtype, at::ScalarType out) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  TORCH_CHECK(a.dim() == b.dim() && (a.dim() == 2 || a.dim() == 3) && a.size(-1) == b.size(-2) &&
+                  (a.dim() == 2 || a.size(0) == b.size(0)),
+              "cast_matmul: ", a.sizes(), " times ", b.sizes());
+  TORCH_CHECK(dtype == at::kHalf || dtype == at::kBFloat16, "cast_matmul rounds to float16 or bfloat16, not ", dtype);
+  TORCH_CHECK(out == dtype || out == at::kFloat, "cast_matmul gives ", dtype, " or float32, not ", out);
+  TORCH_CHECK(!bias.has_value() || (bias->dim() == 1 && bias->size(0) == b.size(-1)), "cast_matmul: the bias is ",
+              bias.has_value() ? bias->sizes() : a.sizes(), " for ", b.size(-1), " columns");
+  if (dtype == at::kHalf) {
+    return out == at::kFloat ? cast_matmul<c10::Half, float>(a, b, bias) : cast_matmul<c10::Half, c10::Half>(a, b, bias);
+  }
+  return out == at::kFloat ? cast_matmul<c10::BFloat16, float>(a, b, bias)
+                           : cast_matmul<c10::BFloat16, c10::BFloat16>(a, b, bias);
+}
+
+}  // namespace amp

@@ -1,0 +1,171 @@
+// Lists of gradients: multiplied where they are, and checked for numbers that are not finite, in one pass.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/fill.h>
+#include <ATen/ops/item.h>
+
+#include <atomic>
+#include <cmath>
+#include <tuple>
+#include <vector>
+
+#include "rounding.h"
+
+namespace amp {
+
+using at::Tensor;
+
+// Whether all of n values are finite; they are multiplied by `factor` on the way, if asked for. Infinity and NaN are the
+// numbers whose exponent has all its bits set, so the largest exponent tells.
+template <class T, bool MULTIPLY>
+bool stretch(T* x, int64_t n, float factor) {
+  int64_t i = 0;
+  bool finite = true;
+#if AMP_LANES == 16
+  __m512i seen = _mm512_setzero_si512();
+  const __m512i exponent = _mm512_set1_epi32(0x7f800000);
+  const Floats times = _mm512_set1_ps(factor);
+  for (; i + 16 <= n; i += 16) {
+    const Floats value = load(x + i);
+    seen = _mm512_max_epu32(seen, _mm512_and_si512(_mm512_castps_si512(value), exponent));
+    if (MULTIPLY) store(x + i, _mm512_mul_ps(value, times));
+  }
+  finite = _mm512_cmpeq_epi32_mask(seen, exponent) == 0;
+#elif AMP_LANES == 8
+  __m256i seen = _mm256_setzero_si256();
+  const __m256i exponent = _mm256_set1_epi32(0x7f800000);
+  const Floats times = _mm256_set1_ps(factor);
+  for (; i + 8 <= n; i += 8) {
+    const Floats value = load(x + i);
+    seen = _mm256_max_epu32(seen, _mm256_and_si256(_mm256_castps_si256(value), exponent));
+    if (MULTIPLY) store(x + i, _mm256_mul_ps(value, times));
+  }
+  finite = _mm256_movemask_epi8(_mm256_cmpeq_epi32(seen, exponent)) == 0;
+#endif
+  for (; i < n; ++i) {
+    const float value = static_cast<float>(x[i]);
+    finite &= std::isfinite(value);
+    if (MULTIPLY) x[i] = static_cast<T>(value * factor);
+  }
+  return finite;
+}
+
+struct Piece {
+  void* start;
+  int64_t count;
+};
+
+// Tensors of one dtype, cut into pieces of like work for the threads.
+template <class T>
+std::vector<Piece> cut(at::TensorList tensors) {
+  constexpr int64_t LENGTH = int64_t(1) << 16;
+  std::vector<Piece> pieces;
+  for (const Tensor& tensor : tensors) {
+    T* data = static_cast<T*>(const_cast<void*>(tensor.const_data_ptr()));
+    const int64_t n = tensor.numel();
+    for (int64_t at = 0; at < n; at += LENGTH) pieces.push_back({data + at, std::min(LENGTH, n - at)});
+  }
+  return pieces;
+}
+
+template <class T, bool MULTIPLY>
+bool over(const std::vector<Tensor>& tensors, float factor) {
+  const std::vector<Piece> pieces = cut<T>(tensors);
+  std::atomic<bool> finite{true};
+  at::parallel_for(0, static_cast<int64_t>(pieces.size()), 4, [&](int64_t first, int64_t last) {
+    bool own = true;
+    for (int64_t p = first; p < last; ++p) {
+      own &= stretch<T, MULTIPLY>(static_cast<T*>(pieces[p].start), pieces[p].count, factor);
+    }
+    if (!own) finite.store(false, std::memory_order_relaxed);
+  });
+  return finite.load();
+}
+
+// What these kernels take, by dtype; the rest (other dtypes, devices and layouts) is left to torch.
+struct Sorted {
+  std::vector<Tensor> floats, halves, bfloats, rest;
+
+  explicit Sorted(at::TensorList tensors) {
+    for (const Tensor& tensor : tensors) {
+      const bool taken = tensor.device().is_cpu() && tensor.layout() == at::kStrided && !tensor.is_neg() &&
+                         tensor.is_non_overlapping_and_dense();
+      const auto dtype = taken ? tensor.scalar_type() : at::ScalarType::Undefined;
+      (dtype == at::kFloat      ? floats
+       : dtype == at::kHalf     ? halves
+       : dtype == at::kBFloat16 ? bfloats
+                                : rest).push_back(tensor);
+    }
+  }
+
+  template <bool MULTIPLY>
+  bool finite(float factor) const {
+    const bool one = over<float, MULTIPLY>(floats, factor), two = over<c10::Half, MULTIPLY>(halves, factor);
+    return over<c10::BFloat16, MULTIPLY>(bfloats, factor) && one && two;
+  }
+};
+
+// Multiplies each tensor where it is and sets `found` to 1 if one was not finite; returns the tensors not taken.
+inline std::vector<Tensor> unscale_cpu(at::TensorList tensors, const Tensor& found, const Tensor& factor) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  Sorted sorted(tensors);
+  // read where it lies: item() would be an op of its own
+  const float by = factor.scalar_type() == at::kFloat ? *factor.const_data_ptr<float>() : factor.item<float>();
+  if (!sorted.finite<true>(by)) found.fill_(1.0);
+  for (const auto* group : {&sorted.floats, &sorted.halves, &sorted.bfloats}) {
+    for (const Tensor& tensor : *group) {
+      if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+    }
+  }
+  return std::move(sorted.rest);
+}
+
+// Whether all are finite, and the tensors not looked at.
+inline std::tuple<bool, std::vector<Tensor>> all_finite_cpu(at::TensorList tensors) {
+  Sorted sorted(tensors);
+  const bool finite = sorted.finite<false>(1.0f);
+  return {finite, std::move(sorted.rest)};
+}
+
+template <class T>
+double squares(const T* x, int64_t n) {
+  double total = 0;
+  int64_t i = 0;
+#if AMP_LANES == 16
+  __m512d sums[2] = {_mm512_setzero_pd(), _mm512_setzero_pd()};
+  for (; i + 16 <= n; i += 16) {
+    const Floats value = load(x + i);
+    const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(value));
+    const __m512d high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(value, 1));
+    sums[0] = _mm512_fmadd_pd(low, low, sums[0]);
+    sums[1] = _mm512_fmadd_pd(high, high, sums[1]);
+  }
+  total = _mm512_reduce_add_pd(_mm512_add_pd(sums[0], sums[1]));
+#endif
+  for (; i < n; ++i) {
+    const double value = static_cast<float>(x[i]);
+    total += value * value;
+  }
+  return total;
+}
+
+// The 2-norm of all numbers of fp32 tensors, added up in fp64 in an order that does not depend on the threads; and the
+// tensors that are not in it.
+inline std::tuple<double, std::vector<Tensor>> norm_cpu(at::TensorList tensors) {
+  Sorted sorted(tensors);
+  for (const auto* group : {&sorted.halves, &sorted.bfloats}) {
+    sorted.rest.insert(sorted.rest.end(), group->begin(), group->end());
+  }
+  const std::vector<Piece> pieces = cut<float>(sorted.floats);
+  std::vector<double> sums(pieces.size());
+  at::parallel_for(0, static_cast<int64_t>(pieces.size()), 4, [&](int64_t first, int64_t last) {
+    for (int64_t p = first; p < last; ++p) sums[p] = squares(static_cast<float*>(pieces[p].start), pieces[p].count);
+  });
+  double total = 0;
+  for (double sum : sums) total += sum;
+  return {std::sqrt(total), std::move(sorted.rest)};
+}
+
+}  // namespace amp

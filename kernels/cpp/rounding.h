@@ -1,0 +1,135 @@
+// Stretches of memory between fp32 and a low dtype, as wide as the CPU's registers. The library is built on the machine
+// that runs it, with -march=native: what the compiler says it may use, the CPU has.
+//
+// Rounding is to the nearest, ties to even, and a NaN stays one: bit for bit as torch's own casts (a test compares).
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <cstdint>
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#include <immintrin.h>
+#define AMP_LANES 16
+#elif defined(__AVX2__) && defined(__F16C__)
+#include <immintrin.h>
+#define AMP_LANES 8
+#else
+#define AMP_LANES 0
+#endif
+
+namespace amp {
+
+constexpr int64_t GRAIN = 1 << 14;  // elements that are worth a thread
+
+#if AMP_LANES == 16
+using Floats = __m512;
+inline Floats load(const float* from) { return _mm512_loadu_ps(from); }
+inline void store(float* to, Floats x) { _mm512_storeu_ps(to, x); }
+inline Floats add(Floats x, Floats y) { return _mm512_add_ps(x, y); }
+
+// The bits of a bf16 number, in the upper half of each lane; the lower half holds rubbish.
+inline __m512i bf16_bits(Floats x) {
+  const __m512i bits = _mm512_castps_si512(x);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  return _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000));
+}
+inline __m256i half_bits(Floats x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+
+inline Floats load(const c10::BFloat16* from) {
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+inline Floats load(const c10::Half* from) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+}
+inline void store(c10::BFloat16* to, Floats x) {
+  const __m256i bits = _mm512_cvtepi32_epi16(_mm512_srli_epi32(bf16_bits(x), 16));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), bits);
+}
+inline void store(c10::Half* to, Floats x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), half_bits(x)); }
+inline Floats rounded(Floats x, c10::BFloat16) {
+  return _mm512_castsi512_ps(_mm512_and_si512(bf16_bits(x), _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+}
+inline Floats rounded(Floats x, c10::Half) { return _mm512_cvtph_ps(half_bits(x)); }
+
+#elif AMP_LANES == 8
+using Floats = __m256;
+inline Floats load(const float* from) { return _mm256_loadu_ps(from); }
+inline void store(float* to, Floats x) { _mm256_storeu_ps(to, x); }
+inline Floats add(Floats x, Floats y) { return _mm256_add_ps(x, y); }
+
+inline __m256i bf16_bits(Floats x) {
+  const __m256i bits = _mm256_castps_si256(x);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), nan);
+}
+inline __m128i half_bits(Floats x) { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+
+inline Floats load(const c10::BFloat16* from) {
+  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+inline Floats load(const c10::Half* from) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+inline void store(c10::BFloat16* to, Floats x) {
+  const __m256i bits = _mm256_srli_epi32(bf16_bits(x), 16);
+  const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), packed);
+}
+inline void store(c10::Half* to, Floats x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(to), half_bits(x)); }
+inline Floats rounded(Floats x, c10::BFloat16) {
+  return _mm256_castsi256_ps(_mm256_and_si256(bf16_bits(x), _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+}
+inline Floats rounded(Floats x, c10::Half) { return _mm256_cvtph_ps(half_bits(x)); }
+#endif
+
+template <class Low>
+void widen(const Low* from, float* to, int64_t n) {
+  int64_t i = 0;
+#if AMP_LANES
+  for (; i + AMP_LANES <= n; i += AMP_LANES) store(to + i, load(from + i));
+#endif
+  for (; i < n; ++i) to[i] = static_cast<float>(from[i]);
+}
+
+template <class Low>
+void round(const float* from, float* to, int64_t n) {
+  int64_t i = 0;
+#if AMP_LANES
+  for (; i + AMP_LANES <= n; i += AMP_LANES) store(to + i, rounded(load(from + i), Low()));
+#endif
+  for (; i < n; ++i) to[i] = static_cast<float>(static_cast<Low>(from[i]));
+}
+
+// to = from + add, rounded once. `Out` may be float.
+template <class Out>
+void finish(const float* from, const float* plus, Out* to, int64_t n) {
+  int64_t i = 0;
+#if AMP_LANES
+  if (plus) {
+    for (; i + AMP_LANES <= n; i += AMP_LANES) store(to + i, add(load(from + i), load(plus + i)));
+  } else {
+    for (; i + AMP_LANES <= n; i += AMP_LANES) store(to + i, load(from + i));
+  }
+#endif
+  for (; i < n; ++i) to[i] = static_cast<Out>(plus ? from[i] + plus[i] : from[i]);
+}
+
+template <class F>
+void parallel(int64_t n, const F& f) {
+  if (n <= GRAIN || at::get_num_threads() == 1) {
+    f(0, n);
+  } else {
+    at::parallel_for(0, n, GRAIN, f);
+  }
+}
+
+}  // namespace amp

@@ -1,0 +1,30 @@
+"""The 2-norm of a list of gradients, as of one long vector."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import build
+
+
+@torch.no_grad()
+def total_norm(tensors: Sequence[Tensor], device: torch.device, *, as_torch: bool = False) -> Tensor:
+    """An fp32 number on ``device``, without a host sync where the tensors are not on the CPU. ``as_torch``: with the
+    bits of ``torch.nn.utils.get_total_norm``, for who clips by it; else on a CPU in one pass, added up in fp64.
+
+    >>> total_norm([torch.tensor([3.0]), torch.tensor([[4.0]])], torch.device("cpu"))
+    tensor(5.)
+    """
+    norms: list[Tensor] = []
+    if not as_torch and build.loaded() and device.type == "cpu":
+        norm, tensors = torch.ops.amp_cpu.norm(tensors)  # what is left has another dtype, layout or device
+        norms.append(torch.tensor(norm, dtype=torch.float32, device=device))
+        if not tensors:
+            return norms[0]
+    dense = [x if x.layout is torch.strided else x.coalesce().values() for x in tensors]
+    norms += [n.to(device, torch.float32) for n in torch._foreach_norm(dense)]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total

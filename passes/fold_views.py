@@ -1,0 +1,102 @@
+"""fold_views: views of views, and copies that nothing needs, are left out.
+
+1. ``t(t(x))``  →  ``x``; likewise two transpositions of the same dimensions
+2. ``view(view(x, …), shape)``  →  ``view(x, shape)``, where the shape is known and x itself can be seen so
+3. ``view(x, its own shape)``, ``expand(x, its own shape)``  →  ``x``
+4. ``clone(x)``  →  ``x`` (dropout in eval mode is one), unless the copy or x is written to, the copy is returned, or it
+   lies in memory in another order
+
+Autograd writes each of them down, and each is an op to dispatch: six transpositions a linear layer, of which two are
+needed. Inductor does the same by itself.
+
+Requires: functional, eager. Ensures: viewed. A second run changes nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from amp_compiler import graph as g
+
+from .base import Context, Dialect, Pass
+
+aten = torch.ops.aten
+_VIEWS = {aten.view.default, aten._unsafe_view.default}
+
+
+def run(gm: fx.GraphModule, ctx: Context) -> bool:
+    graph = gm.graph
+    written = g.written_nodes(graph)
+    returned = g.output_nodes(graph)
+    classes = g.alias_classes(graph)
+    frozen = {classes[n] for n in written}
+    shown = {classes[n] for n in returned}
+    modified = False
+    for node in list(graph.nodes):
+        if node.op != "call_function" or "recompute" in node.meta or classes[node] in frozen:
+            continue
+        while _shorten(node):
+            modified = True
+        same = _same(node)
+        if same is None and node.target is aten.clone.default and classes[node] not in shown:
+            source = node.args[0]
+            if isinstance(source, fx.Node) and classes[source] not in frozen and _alike(node, source):
+                same = source
+        if same is not None and not (node in returned and same.op == "placeholder"):
+            node.replace_all_uses_with(same)
+            modified = True
+    if modified:
+        graph.eliminate_dead_code()
+        gm.recompile()
+    return modified
+
+
+def _same(node: fx.Node) -> fx.Node | None:
+    """What a view shows unchanged."""
+    inner = node.args[0] if node.args else None
+    if not isinstance(inner, fx.Node):
+        return None
+    if node.target in (aten.t.default, aten.transpose.int) and inner.target is node.target:
+        source = inner.args[0]
+        if isinstance(source, fx.Node) and _dims(node) == _dims(inner):
+            return source
+    if (node.target in _VIEWS or node.target is aten.expand.default) and _alike(node, inner):
+        return inner
+    return None
+
+
+def _dims(node: fx.Node) -> set[object]:
+    value = g.tensor_of(node)
+    assert value is not None
+    return {d % value.dim() if isinstance(d, int) else d for d in node.args[1:]}
+
+
+def _shorten(node: fx.Node) -> bool:
+    """A view of a view becomes a view of the first."""
+    inner = node.args[0] if node.args else None
+    if node.target not in _VIEWS or not isinstance(inner, fx.Node) or inner.target not in _VIEWS:
+        return False
+    source = inner.args[0]
+    value, wanted = g.tensor_of(source) if isinstance(source, fx.Node) else None, g.tensor_of(node)
+    if value is None or wanted is None or not _known(value) or not _known(wanted):
+        return False
+    if not value.is_contiguous():  # then whether it can be seen in another shape is a longer question
+        return False
+    node.update_arg(0, source)
+    return True
+
+
+def _known(value: torch.Tensor) -> bool:
+    return all(isinstance(n, int) for n in (*value.shape, *value.stride()))
+
+
+def _alike(node: fx.Node, other: fx.Node) -> bool:
+    """The same shape, and the same order in memory."""
+    one, two = g.tensor_of(node), g.tensor_of(other)
+    if one is None or two is None or not _known(one) or not _known(two):
+        return False
+    return one.shape == two.shape and one.stride() == two.stride() and one.dtype == two.dtype
+
+
+PASS = Pass("fold_views", Dialect.FUNCTIONAL, requires=("functional", "eager"), ensures=("viewed",), run=run)

@@ -1,0 +1,119 @@
+"""fold_views: views of views and copies that nothing needs go; what shares or keeps memory stays."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from amp_compiler.errors import PipelineError
+from amp_compiler.passes.fold_views import PASS
+from amp_compiler.pipeline import Pipeline
+from helpers import check_pass, functional, unchanged
+
+
+def ops(gm: torch.fx.GraphModule) -> list[str]:
+    return [str(n.target).removeprefix("aten.") for n in gm.graph.nodes if n.op == "call_function"]
+
+
+def test_a_transposition_of_a_transposition() -> None:
+    x = torch.randn(2, 3)
+    gm = functional(lambda x: x.t().t().transpose(0, 1).transpose(1, 0) * 2, x)
+    check_pass(PASS, gm, inputs=[x], modified=True, expected_text="""
+        input x_1: f32[2, 3]
+        mul: f32[2, 3] = mul.Tensor(x_1, 2)
+        return mul
+    """)
+
+
+def test_a_view_of_a_view() -> None:
+    x = torch.randn(2, 6)
+    gm = functional(lambda x: (x * 2).view(3, 4).view(12).view(12) + 1, x)
+    check_pass(PASS, gm, inputs=[x], modified=True, expected_text="""
+        input x_1: f32[2, 6]
+        mul: f32[2, 6] = mul.Tensor(x_1, 2)
+        view_2: f32[12] = view(mul, [12])
+        add: f32[12] = add.Tensor(view_2, 1)
+        return add
+    """)
+
+
+def test_a_view_with_other_users_stays() -> None:
+    x = torch.randn(4)
+    gm = functional(lambda x: (x.view(2, 2).view(4) + 1, x.view(2, 2) * 2), x)
+    check_pass(PASS, gm, inputs=[x], modified=True)
+    assert ops(gm) == ["add.Tensor", "view.default", "mul.Tensor"]
+
+
+def test_a_copy_that_nothing_needs() -> None:
+    """Dropout in eval mode is one."""
+    x = torch.randn(3)
+    gm = functional(lambda x: (x * 2).clone() + 1, x)
+    check_pass(PASS, gm, inputs=[x], modified=True)
+    assert ops(gm) == ["mul.Tensor", "add.Tensor"]
+
+
+def test_a_copy_that_is_returned_stays() -> None:
+    x = torch.randn(4)
+    unchanged(PASS, functional(lambda x: (x * 2).clone(), x), inputs=[x])
+    unchanged(PASS, functional(lambda x: (x * 2).clone().view(2, 2), x), inputs=[x])
+
+
+def test_a_copy_that_saves_a_value_from_being_overwritten_stays() -> None:
+    def fn(x: Tensor) -> Tensor:
+        before = x.clone()
+        x.copy_(x * 2)
+        return before + x
+
+    x = torch.randn(3)
+    unchanged(PASS, functional(fn, x), inputs=[x])
+
+
+def test_a_copy_in_another_order_stays() -> None:
+    x = torch.randn(2, 3)
+    gm = functional(lambda x: x.t().clone(memory_format=torch.contiguous_format).view(6) + 1, x)
+    unchanged(PASS, gm, inputs=[x])
+
+
+def test_another_pair_of_dimensions_stays() -> None:
+    x = torch.randn(2, 3, 4)
+    unchanged(PASS, functional(lambda x: x.transpose(0, 1).transpose(1, 2) * 2, x), inputs=[x])
+
+
+def test_an_input_is_not_returned_in_the_place_of_its_view() -> None:
+    x = torch.randn(2, 3)
+    unchanged(PASS, functional(lambda x: x.t().t(), x), inputs=[x])
+
+
+def test_a_view_of_what_is_not_contiguous_stays() -> None:
+    x = torch.randn(2, 3, 4)
+    unchanged(PASS, functional(lambda x: x.transpose(0, 1).view(3, 2, 2, 2).view(3, 2, 4) + 1, x), inputs=[x])
+
+
+def test_it_needs_a_functional_graph() -> None:
+    with pytest.raises(PipelineError, match="needs 'functional'"):
+        Pipeline((PASS,), ("eager",))
+
+
+STEPS = {
+    "t": lambda x: x.t(), "swap": lambda x: x.transpose(0, 1), "clone": lambda x: x.clone(), "add": lambda x: x + 1,
+    "same": lambda x: x.view(x.shape), "reshape": lambda x: x.reshape(x.shape[1], x.shape[0]),
+    "expand": lambda x: x.expand(x.shape),
+}  # fmt: skip
+
+
+@settings(max_examples=40)
+@given(steps=st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=8))
+def test_any_chain_gives_the_same_numbers(steps: list[str]) -> None:
+    def fn(x: Tensor) -> Tensor:
+        for step in steps:
+            x = STEPS[step](x)
+        return x * 2
+
+    x = torch.arange(6.0).view(2, 3)
+    gm = functional(fn, x)
+    before = gm(x)
+    check_pass(PASS, gm, inputs=[x])
+    assert torch.equal(gm(x), before)
