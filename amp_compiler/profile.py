@@ -7,8 +7,8 @@ threads that the function starts by itself are not. What Dynamo does while it co
 so a first call counts like any other.
 
 A kernel that Inductor generated is no op: casts fused into it reach no memory of their own, and the
-profiler does not see inside. The same holds for the inside of oneDNN, and of our compiled `amp::cast_matmul`, which
-rounds as it packs the blocks of a product.
+profiler does not see inside. The same holds for the inside of oneDNN, and for blocks of a matrix that our compiled
+`amp::cast_matmul` rounds as it packs them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+
+from .kernels import build
 
 # Not exported by name in torch's stubs: the record of one op and of one tensor argument of it.
 _Event = Any
@@ -42,7 +44,7 @@ _FREE = frozenset(
 class CastCount:
     """The casts that ran: how many, how many bytes they wrote, and which ops asked for them.
 
-    ``inside``: (number, bytes) of conversions to scratch memory inside kernels of ours (``amp::wide_*`` on a CPU),
+    ``inside``: (number, bytes) of conversions to scratch memory inside kernels of ours (on a CPU),
     whose operands and results are no casts. They are not in ``number`` and ``bytes``.
 
     ``by_op`` maps the outermost op around each cast to its number of casts: ``aten::linear`` for what
@@ -79,7 +81,9 @@ def count_casts(fn: Callable[[], object]) -> CastCount:
     by_op: Counter[str] = Counter()
     total = 0
     inside: list[int] = []
+    before = _conversions()
     roots = _record(fn)
+    number, written_inside = (after - early for after, early in zip(_conversions(), before, strict=True))
     roots.reverse()  # the stack gives its last entry first: ops are met in the order in which they ran
     stack: list[tuple[_Event, str | None]] = [(event, None) for event in roots]
     while stack:
@@ -99,7 +103,14 @@ def count_casts(fn: Callable[[], object]) -> CastCount:
             total += written
             continue  # a copy_ between devices casts in a copy_ of its own: one cast
         stack.extend((child, outermost) for child in reversed(children))
-    return CastCount(by_op.total(), total, MappingProxyType(dict(by_op)), (len(inside), sum(inside)))
+    within = (number + len(inside), written_inside + sum(inside))
+    return CastCount(by_op.total(), total, MappingProxyType(dict(by_op)), within)
+
+
+def _conversions() -> tuple[int, int]:
+    """(number, bytes) of whole tensors that the compiled kernels have converted so far; the profiler sees none."""
+    made: tuple[int, int] = torch.ops.amp_cpu.conversions() if build.loaded() else (0, 0)
+    return made
 
 
 def count_ops(fn: Callable[[], object]) -> Mapping[str, int]:

@@ -18,9 +18,10 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,10 +39,21 @@ class Built:
     reason: str
 
 
-#: called before the library is loaded: they take the Python kernels of the same ops away
-replaced: list[Callable[[], None]] = []
-#: and these put them back where the library cannot be loaded
-restored: list[Callable[[], None]] = []
+_KERNELS: dict[str, Callable[..., Any]] = {}  # in Python, by the name of the op
+_REGISTERED: dict[str, torch.library.Library] = {}
+
+
+def in_python(kernels: Iterable[tuple[str, Callable[..., Any]]]) -> None:
+    """Register kernels for the CPU that the compiled library, if there is one, takes the place of."""
+    for name, kernel in kernels:
+        _KERNELS[name] = kernel
+        if not loaded():
+            _register(name)
+
+
+def _register(name: str) -> None:
+    _REGISTERED[name] = torch.library.Library("amp", "IMPL", "CPU")
+    _REGISTERED[name].impl(name, _KERNELS[name])
 
 
 def loaded() -> bool:
@@ -78,14 +90,20 @@ def _load() -> Built:
 
 
 def _take_over(path: Path) -> None:
-    for take in replaced:
-        take()
+    _define_all()
+    while _REGISTERED:
+        _REGISTERED.popitem()[1]._destroy()
     try:
         torch.ops.load_library(path)
     except BaseException:
-        for give in restored:
-            give()
+        for name in _KERNELS:
+            _register(name)
         raise
+
+
+def _define_all() -> None:
+    """The library has kernels for all these ops; torch wants them defined first."""
+    from . import cast_matmul, wide  # noqa: F401
 
 
 def _library(compiler: str) -> Path:

@@ -155,22 +155,6 @@ class _CastMatmul(torch.autograd.Function):
         return grads[0], grads[1], grads[2], None, None
 
 
-_IN_PYTHON: list[torch.library.Library] = []
-
-
-def _register_python() -> None:
-    library = torch.library.Library("amp", "IMPL", "CPU")
-    library.impl("cast_matmul", _cpu)
-    _IN_PYTHON.append(library)
-
-
-def _drop_python() -> None:
-    while _IN_PYTHON:
-        _IN_PYTHON.pop()._destroy()
-
-
-_register_python()
-build.replaced.append(_drop_python)
-build.restored.append(_register_python)
+build.in_python([("cast_matmul", _cpu)])
 _LIBRARY.impl("cast_matmul", _cuda, "CUDA")
 torch.library.register_fake("amp::cast_matmul", _fake, lib=_LIBRARY)

@@ -1,7 +1,8 @@
-"""``amp::wide_*``: convolution, attention and batched sums of products in fp16 or bf16, computed in fp32 on a CPU.
+"""``amp::wide_*``: convolutions and the backward of attention in fp16 or bf16, computed in fp32 on a CPU.
 
 Each has the arguments and results of the ATen op that it is named after. Low operands are widened, the fp32 kernel
 runs, and each result is rounded once to the dtype that the native op would give it. See ``cpu.py`` for when that pays.
+In C++ (``cpp/wide.h``) or, where that is not built, in Python.
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import build
+
 aten = torch.ops.aten
 
-#: ATen op -> its results that are fp32 in the native op too; all other float results take the operands' dtype
-OPS: dict[Any, tuple[int, ...]] = {
-    aten.convolution.default: (),
-    aten.convolution_backward.default: (),
-    aten.baddbmm.default: (),
-    aten._scaled_dot_product_flash_attention_for_cpu.default: (1,),  # the log of the sums
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (),
-}
+#: Attention's forward is not here: torch's kernel for it converts as it reads, and is as fast as fp32's.
+OPS = (
+    aten.convolution.default,
+    aten.convolution_backward.default,
+    aten.baddbmm.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+)
 LOW = (torch.float16, torch.bfloat16)
 
 _LIBRARY = torch.library.Library("amp", "FRAGMENT")
@@ -32,16 +34,16 @@ def wide_form(op: Any) -> Any:
     return _WIDE.get(op)
 
 
-def _define(op: Any, kept: tuple[int, ...]) -> Any:
+def _define(op: Any) -> Any:
     name = f"wide_{op._schema.name.removeprefix('aten::').lstrip('_')}"
     schema = str(op._schema)
     _LIBRARY.define(name + schema[schema.index("(") :])
-    _LIBRARY.impl(name, _runner(op, kept), "CPU")
+    _IN_PYTHON.append((name, _runner(op)))
     torch.library.register_fake(f"amp::{name}", op, lib=_LIBRARY)
     return getattr(torch.ops.amp, name).default
 
 
-def _runner(op: Any, kept: tuple[int, ...]) -> Callable[..., Any]:
+def _runner(op: Any) -> Callable[..., Any]:
     def widen(value: Any) -> Any:
         return value.float() if isinstance(value, Tensor) and value.dtype in LOW else value
 
@@ -51,11 +53,12 @@ def _runner(op: Any, kept: tuple[int, ...]) -> Callable[..., Any]:
         if isinstance(result, Tensor):
             return result.to(low)
         return tuple(
-            r.to(low) if isinstance(r, Tensor) and r.is_floating_point() and i not in kept else r
-            for i, r in enumerate(result)
+            r.to(low) if isinstance(r, Tensor) and r.is_floating_point() else r for r in result
         )
 
     return run
 
 
-_WIDE = {op: _define(op, kept) for op, kept in OPS.items()}
+_IN_PYTHON: list[tuple[str, Callable[..., Any]]] = []
+_WIDE = {op: _define(op) for op in OPS}
+build.in_python(_IN_PYTHON)

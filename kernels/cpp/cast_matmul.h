@@ -81,6 +81,7 @@ template <class Low>
 Tensor rounded(Use use, const Tensor& x) {
   const Tensor dense = readable<Low>(x);
   float* to = scratch(use).take(dense.numel());
+  conversions().add(dense.numel() * static_cast<int64_t>(sizeof(float)));
   parallel(dense.numel(), [&](int64_t start, int64_t end) {
     rounded_stretch<Low>(dense, start, end - start, to + start);
   });
@@ -219,6 +220,7 @@ Tensor cast_matmul(const Tensor& a, const Tensor& b, const std::optional<Tensor>
     float* sums = std::is_same_v<Out, float> ? reinterpret_cast<float*>(to) : scratch(SUMS).take(result.numel());
     Tensor sum = at::from_blob(sums, result.sizes(), floats);
     batched ? at::bmm_out(sum, left, right) : at::mm_out(sum, left, right);
+    if (!std::is_same_v<Out, float>) conversions().add(result.numel() * static_cast<int64_t>(sizeof(Out)));
     if (plus) {
       at::parallel_for(0, result.numel() / std::max<int64_t>(n, 1), std::max<int64_t>(GRAIN / std::max<int64_t>(n, 1), 1),
                        [&](int64_t start, int64_t end) {

@@ -3,11 +3,21 @@
 
 #include "cast_matmul.h"
 #include "multi_tensor.h"
+#include "wide.h"
 
 TORCH_LIBRARY(amp_cpu, library) {
   library.def("unscale_(Tensor[] tensors, Tensor found, Tensor factor) -> Tensor[]", &amp::unscale_cpu);
   library.def("all_finite(Tensor[] tensors) -> (bool, Tensor[])", &amp::all_finite_cpu);
+  library.def("conversions() -> (int, int)", [] {
+    return std::tuple<int64_t, int64_t>(amp::conversions().number, amp::conversions().bytes);
+  });
   library.def("norm(Tensor[] tensors) -> (float, Tensor[])", &amp::norm_cpu);
 }
 
-TORCH_LIBRARY_IMPL(amp, CPU, library) { library.impl("cast_matmul", &amp::cast_matmul_cpu); }
+TORCH_LIBRARY_IMPL(amp, CPU, library) {
+  library.impl("cast_matmul", &amp::cast_matmul_cpu);
+  for (const char* name : {"wide_convolution", "wide_convolution_backward", "wide_baddbmm",
+                           "wide_scaled_dot_product_flash_attention_for_cpu_backward"}) {
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&amp::wide_cpu>());
+  }
+}

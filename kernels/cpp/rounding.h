@@ -8,6 +8,7 @@
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
+#include <atomic>
 #include <cstdint>
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
@@ -121,6 +122,19 @@ void finish(const float* from, const float* plus, Out* to, int64_t n) {
   }
 #endif
   for (; i < n; ++i) to[i] = static_cast<Out>(plus ? from[i] + plus[i] : from[i]);
+}
+
+// Conversions of whole tensors to memory of their own, since the library was loaded; `count_casts` tells them.
+struct Conversions {
+  std::atomic<int64_t> number{0}, bytes{0};
+  void add(int64_t written) {
+    number.fetch_add(1, std::memory_order_relaxed);
+    bytes.fetch_add(written, std::memory_order_relaxed);
+  }
+};
+inline Conversions& conversions() {
+  static Conversions made;
+  return made;
 }
 
 template <class F>

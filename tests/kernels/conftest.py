@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from amp_compiler.kernels import build
-from amp_compiler.kernels import cast_matmul as matmul
 
 
 @pytest.fixture(scope="module", params=["compiled", "python"])
@@ -25,6 +24,7 @@ def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
         warnings.simplefilter("ignore")  # torch tells that a kernel is registered over another
         patch.setattr(build, "loaded", lambda: False)
         over = torch.library.Library("amp", "IMPL", "CPU")
-        over.impl("cast_matmul", matmul._cpu)
+        for name, kernel in build._KERNELS.items():
+            over.impl(name, kernel)
         yield kind
         over._destroy()
