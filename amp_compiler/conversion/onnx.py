@@ -20,7 +20,7 @@ def to_onnx(converted: ConvertedModel, path: str | os.PathLike[str]) -> None:
     """Write ``converted`` to ``path``, weights as initializers in the precision in which they are stored."""
     target = Path(path)
     if not target.name or target.is_dir():
-        raise ArchiveError(f"The model cannot be written to {str(path)!r}: give the path of a file, such as model.onnx.")
+        raise ArchiveError(f"ONNX cannot be written to {str(path)!r}: give the path of a file, such as model.onnx.")
     try:
         import onnxscript  # noqa: F401
     except ImportError as error:
