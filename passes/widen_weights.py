@@ -1,10 +1,11 @@
 """widen_weights: on a CPU without low-precision units, products with a stored weight run in fp32 between two roundings.
 
 ``mm(x: bf16, t(w: bf16))``  →  ``cast(mm(cast(x, f32), t(w_f32)), bf16)``; likewise ``addmm``, ``bmm`` and
-``convolution``, with the bias. ``w_f32`` is the stored weight widened once, when the model is first called.
+``convolution``, with the bias. ``w_f32`` is the stored weight widened once, when the model is first called; a
+weight that is read transposed, as a linear layer's is, is stored so: the fp32 product is an eighth faster then.
 
-The numbers are those of ``amp::cast_matmul``: low operands, fp32 sums, one rounding. The cast of ``x`` is one for all
-its readers after ``fold_casts``. The copies double or triple the memory of weights; ``cache_weights = False`` on a
+The numbers are those of ``amp::cast_matmul``: low operands, fp32 sums, one rounding. ``x`` is
+widened once for all products that read it, also through different views. The copies double or triple the memory of weights; ``cache_weights = False`` on a
 converted model does without them.
 
 Requires: functional, eager, and ``ctx.weights``: without them it does nothing. Ensures: functional. A second run
@@ -13,6 +14,7 @@ changes nothing.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 
@@ -55,6 +57,7 @@ class _Widen:
         self.graph, self.weights = graph, weights
         self.fixed = set(weights.fixed(graph))
         self.wide: dict[fx.Node, fx.Node] = {}  # value -> the same in fp32
+        self.turned: dict[fx.Node, fx.Node] = {}  # weight -> its transpose in fp32
 
     def takes(self, node: fx.Node) -> bool:
         value = g.tensor_of(node)
@@ -71,6 +74,10 @@ class _Widen:
         while node.target in VIEWS:
             node = node.all_input_nodes[0]
         return node if node in self.fixed and node.meta["val"].dtype in g.LOW_DTYPES else None
+
+    def shows_all(self, node: fx.Node) -> bool:
+        """Whether a view has the elements of what it shows, each once: then that may be widened for all its views."""
+        return node.target is not aten.expand.default and len(node.all_input_nodes) == 1
 
     def product(self, node: fx.Node) -> None:
         low = node.meta["val"].dtype
@@ -94,7 +101,9 @@ class _Widen:
         if operand in self.fixed:
             make = self.weights[operand].make
             new = self.weights.add(self.graph, operand, "f32", partial(_widened, make), value, rounded=True)
-        elif self.root(operand) is not None:
+        elif operand.target is aten.t.default and operand.args[0] in self.fixed:
+            new = self.transposed(operand.all_input_nodes[0], value)
+        elif operand.target in VIEWS and (self.root(operand) is not None or self.shows_all(operand)):
             source = self.widened(operand.all_input_nodes[0], operand)
             with self.graph.inserting_after(operand):
                 new = self.graph.node_copy(operand, lambda n: source)
@@ -107,9 +116,22 @@ class _Widen:
         self.wide[operand] = new
         return new
 
+    def transposed(self, weight: fx.Node, like: torch.Tensor) -> fx.Node:
+        if weight not in self.turned:
+            mode = getattr(like, "fake_mode", None)
+            with mode if mode is not None else contextlib.nullcontext(), torch.no_grad():
+                value = like.contiguous()
+            make = partial(_turned, self.weights[weight].make)
+            self.turned[weight] = self.weights.add(self.graph, weight, "t_f32", make, value)
+        return self.turned[weight]
+
 
 def _widened(make: Callable[[], torch.Tensor]) -> torch.Tensor:
     return make().float()
+
+
+def _turned(make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    return make().t().float().contiguous()
 
 
 PASS = Pass("widen_weights", Dialect.FUNCTIONAL, requires=("functional", "eager"), ensures=("functional",), run=run)
