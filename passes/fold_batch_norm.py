@@ -73,8 +73,9 @@ def _fold(graph: fx.Graph, norm: fx.Node, layer: fx.Node, fixed: set[fx.Node], c
     factor = partial(_factor, var, scale, float(given["eps"]))
     make_weight = partial(_weight, weights[weight].make, factor, groups)
     make_bias = partial(_bias, None if bias is None else weights[bias].make, mean, factor, shift)
-    if not _holds(make_weight(), groups, ctx.policy.low) or misfit(make_bias(), ctx.policy.low) is not None:
-        return False
+    with torch.no_grad():
+        if not _holds(make_weight(), groups, ctx.policy.low) or misfit(make_bias(), ctx.policy.low) is not None:
+            return False
     weights.change(weight, make_weight)
     shape = g.retype(statistics[0].meta["val"], torch.float32)
     new_bias = weights.add(graph, bias if bias is not None else weight, "folded", make_bias, shape)

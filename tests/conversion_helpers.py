@@ -67,6 +67,7 @@ def snr(ours: Any, exact: Any) -> float:
     """Signal to noise in dB of all float outputs together."""
     noise = signal = 0.0
     for a, b in zip(floats(ours), floats(exact), strict=True):
+        a, b = a.detach(), b.detach()
         noise += float((a.double() - b.double()).pow(2).sum())
         signal += float(b.double().pow(2).sum())
     return 10 * torch.log10(torch.tensor(signal / noise)).item() if noise else float("inf")

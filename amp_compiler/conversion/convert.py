@@ -96,7 +96,7 @@ def _finished(
 ) -> ConvertedModel:  # fmt: skip
     gm, weights, policy = captured.graph, ctx.weights, ctx.policy
     assert weights is not None
-    rows, casts = graph_rows(gm, 0), cast_totals(gm)
+    rows = graph_rows(gm, 0)
     example = captured.program.example_inputs
     if not ctx.keep_output_dtypes:
         example = _take_low_inputs(gm, weights, captured, example)
@@ -108,7 +108,7 @@ def _finished(
     )  # fmt: skip
     notes = [f"{path} stays in float32: {why}" for path, why in weights.kept.items()]
     notes.append(f"weights: {fp32_bytes:,} bytes in fp32, {stored_bytes:,} bytes stored")
-    report = build_report(rows, [casts], level=policy.level, dtype=policy.low, notes=(*ctx.notes, *notes))
+    report = build_report(rows, [cast_totals(gm)], level=policy.level, dtype=policy.low, notes=(*ctx.notes, *notes))
     for note in ctx.notes:
         warnings.warn(f"amp_compiler: {note}.", AmpWarning, stacklevel=users_frame())
     details = Details(

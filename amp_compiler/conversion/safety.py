@@ -61,6 +61,8 @@ _GUARD_METHODS = ("size", "stride", "storage_offset", "item", "floor", "ceil", "
 
 def check_members(archive: zipfile.ZipFile, wanted: tuple[str, ...]) -> dict[str, str]:
     """Refuse an archive with members of other kinds or pickled tensors; give back the texts of ours."""
+    if min((member.header_offset for member in archive.infolist()), default=1) != 0 or archive.comment:
+        raise zipfile.BadZipFile("its list of members is not its own")
     names = archive.namelist()
     roots = {name.split("/", 1)[0] for name in names}
     if len(roots) > 1 or len(set(names)) != len(names):
