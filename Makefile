@@ -20,7 +20,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-zoo lint types bench-compile bench-casts bench-train clean
+.PHONY: help demo test test-zoo lint types bench-compile bench-casts bench-train bench-convert clean
 
 help:
 	@echo "make demo            train a small network at every level and compare"
@@ -31,6 +31,7 @@ help:
 	@echo "make bench-compile   how long compilation takes"
 	@echo "make bench-casts     how many casts are left"
 	@echo "make bench-train     a training step beside autocast and GradScaler"
+	@echo "make bench-convert   converting a model for inference: time, memory, speed of the result"
 	@echo "make clean           remove .venv and everything built"
 
 demo: $(READY)
@@ -64,6 +65,9 @@ bench-casts: $(READY)
 
 bench-train: $(READY)
 	@$(BIN)/python benchmarks/train_step.py $(ARGS)
+
+bench-convert: $(READY)
+	@$(BIN)/python benchmarks/convert.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,8 +2,8 @@
 
 1. ``linear(x, cast(w: f32, bf16))``, nothing else reads ``w``  →  ``linear(x, w: bf16)``: stored low
 2. ``linear(x, cast(w, bf16)), exp(w)``  →  ``linear(x, w_bf16), exp(w)``: stored twice, each once, however many readers
-3. ``cast(t(w), bf16)``  →  ``t(w: bf16)``, ``cast(embedding(w, ids), bf16)``  →  ``embedding(w: bf16, ids)``: an op that
-   only moves or selects values of a weight stands between it and the rounding, which commutes with it. If something
+3. ``cast(t(w), bf16)``  →  ``t(w: bf16)``, ``cast(embedding(w, ids), bf16)``  →  ``embedding(w: bf16, ids)``: an op
+   that only moves or selects values of a weight stands between it and the rounding, and commutes with it. If something
    reads the weight in fp32 too, ``t(w)`` is as in rule 2, and what was looked up is rounded when the model runs, which
    costs less than a second table
 4. a weight that the low dtype turns to inf, or all of it to 0, stays fp32 with its cast, and is reported

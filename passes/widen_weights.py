@@ -1,12 +1,12 @@
 """widen_weights: on a CPU without low-precision units, products with a stored weight run in fp32 between two roundings.
 
 ``mm(x: bf16, t(w: bf16))``  →  ``cast(mm(cast(x, f32), t(w_f32)), bf16)``; likewise ``addmm``, ``bmm`` and
-``convolution``, with the bias. ``w_f32`` is the stored weight widened once, when the model is first called; a
-weight that is read transposed, as a linear layer's is, is stored so: the fp32 product is an eighth faster then.
+``convolution``, with the bias. ``w_f32`` is the stored weight widened once, when the model is first called; a weight
+that is read transposed, as a linear layer's is, is kept so: the fp32 product is an eighth faster then.
 
-The numbers are those of ``amp::cast_matmul``: low operands, fp32 sums, one rounding. ``x`` is
-widened once for all products that read it, also through different views. The copies double or triple the memory of weights; ``cache_weights = False`` on a
-converted model does without them.
+The numbers are those of ``amp::cast_matmul``: low operands, fp32 sums, one rounding. ``x`` is widened once for all
+products that read it, also through different views. The copies cost twice the memory of the low weights that they are
+made of; ``cache_weights = False`` on a converted model does without them.
 
 Requires: functional, eager, and ``ctx.weights``: without them it does nothing. Ensures: functional. A second run
 changes nothing.

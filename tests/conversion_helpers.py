@@ -23,8 +23,8 @@ class Weighted:
     """A module's exported graph, its weights, and a context for passes. ``cast``: run all forward passes first."""
 
     def __init__(
-        self, model: nn.Module, *inputs: Any, level: str = "O2", dtype: torch.dtype = BF16, policy: Policy | None = None,
-        cast: bool = False, dynamic_shapes: Any = None, keep: bool = True,
+        self, model: nn.Module, *inputs: Any, level: str = "O2", dtype: torch.dtype = BF16,
+        policy: Policy | None = None, cast: bool = False, dynamic_shapes: Any = None, keep: bool = True,
     ) -> None:  # fmt: skip
         model.eval()
         captured = capture_export(model, inputs, dynamic_shapes=dynamic_shapes)

@@ -64,7 +64,7 @@ class _quiet:
 
 
 def _one_dtype_norms(program: ExportedProgram) -> ExportedProgram:
-    """``layer_norm(x: bf16, w: f32)`` → ``cast(layer_norm(cast(x, f32), w), bf16)``: what torch's kernel does inside."""
+    """``layer_norm(x: bf16, w: f32)`` → ``cast(layer_norm(cast(x, f32), w), bf16)``: as torch's kernel does inside."""
     assert isinstance(program.graph_module, fx.GraphModule)
     gm, weights = copy_graph(program.graph_module), weights_of(program)
     found = [n for n in gm.graph.nodes if n.op == "call_function" and g.op_name(n) in NORMS and _is_mixed(n)]

@@ -90,7 +90,7 @@ def test_a_crash_half_way_leaves_the_old_file(
 
 @pytest.mark.parametrize("where", ["", "missing/model.pt2"])
 def test_a_place_that_cannot_be_written(saved: Path, tmp_path: Path, where: str) -> None:
-    with pytest.raises(ArchiveError, match="cannot be written|could not be written"):
+    with pytest.raises(ArchiveError, match=r"cannot be written|could not be written"):
         load_converted(saved).save(tmp_path / where)
 
 

@@ -163,7 +163,8 @@ def test_it_needs_a_normalized_graph() -> None:
 def test_any_sizes(inner: int, outer: int, groups: int, transposed: bool, bias: bool) -> None:
     kind = nn.ConvTranspose2d if transposed else nn.Conv2d
     layer = kind(inner * groups, outer * groups, 2, groups=groups, bias=bias)
-    given = Weighted(trained(nn.Sequential(layer, nn.BatchNorm2d(outer * groups))), torch.randn(2, inner * groups, 4, 4))
+    model = trained(nn.Sequential(layer, nn.BatchNorm2d(outer * groups)))
+    given = Weighted(model, torch.randn(2, inner * groups, 4, 4))
     before = given()
     given.check(PASS, modified=True)
     close(given, before)
