@@ -22,7 +22,7 @@ from .. import graph as g
 from ..errors import CaptureError
 from .dynamo import capture_settings
 from .lower import annotate_origin, holds_large_values
-from .twin import low_trace, promoting, sharing_copy
+from .twin import DtypeReads, low_trace, promoting, sharing_copy
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,13 @@ def capture_export(
     """Export a module to pre-dispatch ATen, each node with its module path and source line.
 
     Parameters and buffers are the first inputs of the graph. With ``low``, the forward runs a second time, on a copy
-    that shares the tensors, to make the graph's twin in that dtype (see ``twin.py``). With ``inference``, regions that
+    that shares the tensors, to make the graph's twin in that dtype (see ``twin.py``), unless it asks no tensor for its
+    dtype. With ``inference``, regions that
     only switch gradients on or off are no nodes of their own.
     """
+    reads = DtypeReads()
     try:
-        program = _export(model, args, kwargs, dynamic_shapes, inference)
+        program = _export(model, args, kwargs, dynamic_shapes, inference, reads)
     except Exception as error:
         raise CaptureError(
             f"{type(model).__name__} cannot be exported: {_first_line(error)} "
@@ -70,7 +72,7 @@ def capture_export(
         path = program.graph_signature.inputs_to_parameters.get(node.name) if node.op == "placeholder" else None
         if path in parameters and parameters[path].requires_grad:
             node.meta[g.PARAMETER] = True
-    if low is None:
+    if low is None or not reads.found:
         return Exported(program)
     try:
         with low_trace(low), warnings.catch_warnings():
@@ -83,9 +85,11 @@ def capture_export(
 
 
 def _export(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, dynamic_shapes: Any, inference: bool
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, dynamic_shapes: Any, inference: bool,
+    watch: contextlib.AbstractContextManager[Any] | None = None,
 ) -> torch.export.ExportedProgram:
-    with torch.fx.traceback.preserve_node_meta(), capture_settings(), torch._C._DisableAutocast():
+    watch = watch or contextlib.nullcontext()
+    with torch.fx.traceback.preserve_node_meta(), capture_settings(), torch._C._DisableAutocast(), watch:
         program = torch.export.export(model, args, dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False)
     if inference:
         assert isinstance(program.graph_module, fx.GraphModule)

@@ -198,7 +198,8 @@ def functional(program: ExportedProgram) -> ExportedProgram:
     table = {op: _get_decomp_for_cia(op) for op in composites}
     with torch._C._DisableAutocast(), torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)  # torch copies its own tree specs
-        return program.run_decompositions(table)
+        result: ExportedProgram = program.run_decompositions(table)
+    return result
 
 
 #: ops that hold a matrix product, a convolution or attention
@@ -238,8 +239,8 @@ def from_json(text: str | bytes, state: dict[str, Any], constants: dict[str, Any
 
     data = text.encode() if isinstance(text, str) else text
     graph = _bytes_to_dataclass(schema.ExportedProgram, data)
-    # tuples and dicts are taken as they are; bytes would be unpickled
-    return ExportedProgramDeserializer().deserialize(graph, state, constants, example or {})
+    given: Any = example or {}  # tuples and dicts are taken as they are; bytes would be unpickled
+    return ExportedProgramDeserializer().deserialize(graph, state, constants, given)
 
 
 def parts(archive: zipfile.ZipFile) -> tuple[bytes, bytes]:
