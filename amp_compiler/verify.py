@@ -305,8 +305,8 @@ def _hoisted(gm: fx.GraphModule, ctx: Any, where: str) -> None:
 
 def _frozen(gm: fx.GraphModule, ctx: Any, where: str) -> None:
     """No rounding of a weight is left to run time, but for those that the low dtype cannot hold."""
-    if ctx.weights is None:
-        return
+    if ctx.weights is None or g.STATE not in gm.meta:
+        return  # or a graph inside another: its inputs are no weights, though some have their names
     outputs = {n for n in pytree.tree_leaves(next(iter(reversed(gm.graph.nodes))).args) if isinstance(n, fx.Node)}
     for node in ctx.weights.fixed(gm.graph):
         if ctx.weights[node].path in ctx.weights.kept:

@@ -6,8 +6,9 @@
    that only moves or selects values of a weight stands between it and the rounding, and commutes with it. If something
    reads the weight in fp32 too, ``t(w)`` is as in rule 2, and what was looked up is rounded when the model runs, which
    costs less than a second table
-4. a weight that the low dtype turns to inf, or all of it to 0, stays fp32 with its cast, and is reported
-5. a weight that nothing reads is not stored
+4. a weight that ``cond`` hands to its branches is stored low if they all want it so, and as it is otherwise
+5. a weight that the low dtype turns to inf, or all of it to 0, stays fp32 with its cast, and is reported
+6. a weight that nothing reads is not stored
 
 What is written to is no weight: its casts stay. No value changes, and after it no cast of a weight runs.
 
@@ -39,8 +40,19 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
             modified |= freeze.weight(node)
     modified |= drop_unread(gm.graph, ctx.weights)
     if modified:
-        gm.recompile()
+        for _, inner in g.all_graphs(gm):
+            inner.recompile()
     return modified
+
+
+def _in_branches(user: fx.Node, node: fx.Node) -> list[fx.Node]:
+    """The inputs of the branches of a ``cond`` that stand for ``node``; none if not all branches can be seen."""
+    owner = user.graph.owning_module
+    if g.op_name(user) != "higher_order::cond" or owner is None:
+        return []
+    bodies = [body for _, body in g.subgraphs(owner, user)]
+    found = [place for body in bodies for place, given in g.operands(user, body) if given is node]
+    return found if len(bodies) == 2 else []
 
 
 def _rounded(make: Callable[[], torch.Tensor], low: torch.dtype) -> torch.Tensor:
@@ -50,7 +62,7 @@ def _rounded(make: Callable[[], torch.Tensor], low: torch.dtype) -> torch.Tensor
 class _Freeze:
     def __init__(self, graph: fx.Graph, weights: Weights) -> None:
         self.graph, self.weights = graph, weights
-        self.written, self.memory = g.written_nodes(graph), g.alias_classes(graph)
+        self._memory: dict[fx.Graph, tuple[set[fx.Node], dict[fx.Node, int]]] = {}
 
     def weight(self, node: fx.Node) -> bool:
         wanted = self.wanted(node)
@@ -89,14 +101,17 @@ class _Freeze:
 
     def is_inner(self, node: fx.Node) -> bool:
         """True unless a value, or a view of it, is given to the caller or written to."""
-        if node in self.written:
+        if node.graph not in self._memory:
+            self._memory[node.graph] = g.written_nodes(node.graph), g.alias_classes(node.graph)
+        written, classes = self._memory[node.graph]
+        if node in written:
             return False
         todo = [node]
         while todo:
             for user in todo.pop().users:
                 if user.op == "output":
                     return False
-                if self.memory.get(user, -1) == self.memory.get(node):
+                if classes.get(user, -1) == classes.get(node):
                     todo.append(user)
         return True
 
@@ -110,6 +125,9 @@ class _Freeze:
             elif self.passes_on(user):
                 if not constant or len(user.all_input_nodes) == 1:
                     found |= self.wanted(user, constant)
+            elif not constant and (places := _in_branches(user, node)):
+                for place in places:
+                    found |= self.wanted(place)
             else:
                 found.add(None)
         return found
@@ -119,7 +137,13 @@ class _Freeze:
         for user in list(node.users):
             if self.is_rounding(user) or g.is_cast(user):
                 user.replace_all_uses_with(node)
-                self.graph.erase_node(user)
+                user.graph.erase_node(user)
+            elif places := _in_branches(user, node):
+                for place in places:
+                    place.meta["val"] = g.retype(place.meta["val"], low)
+                    if g.decision(place) is not None:
+                        g.amend(place, out=(low,))
+                    self.now_low(place, low)
             else:
                 user.meta["val"] = g.retype(user.meta["val"], low)
                 if g.decision(user) is not None:

@@ -131,6 +131,14 @@ def rebuild(
     )  # fmt: skip
 
 
+def flat_inputs(program: ExportedProgram) -> tuple[list[Any], Any]:
+    """The example inputs in the order of the graph's own inputs, and how to put them together again."""
+    from torch.export._tree_utils import reorder_kwargs
+
+    args, kwargs = program.example_inputs
+    return pytree.tree_flatten((args, reorder_kwargs(kwargs, program.call_spec.in_spec)))
+
+
 def _holder(graph: fx.Graph) -> nn.Module:
     """A module with what ``graph`` names by get_attr: the bodies of higher-order ops, constants of inlined regions."""
     holder = nn.Module()

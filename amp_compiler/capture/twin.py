@@ -289,6 +289,8 @@ class DtypeReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.found:
             asks = getattr(func, "__self__", None) is torch.Tensor.dtype or getattr(func, "__name__", "") in _CONVERTS
+            if getattr(func, "__module__", "") == "torch.nn.functional":  # Python that runs outside of this mode
+                asks |= isinstance(code := getattr(func, "__code__", None), CodeType) and _asks(code)
             self.found = asks and _asked_by_model(sys._getframe(1))
         return func(*args, **(kwargs or {}))
 

@@ -32,7 +32,7 @@ def save(converted: ConvertedModel, path: str | os.PathLike[str]) -> None:
     target = Path(path)
     if not target.name or target.is_dir():
         raise ArchiveError(f"The model cannot be written to {str(path)!r}: give the path of a file, such as model.pt2.")
-    extra = {DETAILS: converted.details.to_json(), FP32: converted.original.to_json(converted.exported_program)}
+    extra = {DETAILS: converted.details.to_json(), FP32: converted.fp32_form.to_json(converted.exported_program)}
     scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         with open(scratch, "wb") as file:
@@ -66,6 +66,7 @@ def load_converted(path: str | os.PathLike[str]) -> ConvertedModel:
 
 
 def _read(file: IO[bytes], source: Path) -> tuple[Details, torch.export.ExportedProgram, StoredFp32Form]:
+    made = "another torch"
     try:
         with zipfile.ZipFile(file) as archive:
             texts = check_members(archive, (DETAILS, FP32))
@@ -75,6 +76,7 @@ def _read(file: IO[bytes], source: Path) -> tuple[Details, torch.export.Exported
                     "file is read by torch.export.load."
                 )
             details = _details(texts[DETAILS], source)
+            made = f"torch {details.torch_version}"
             graph, sample = programs.parts(archive)
             check_program(graph)
             check_program(json.dumps(json.loads(texts[FP32])["graph"]))
@@ -91,7 +93,6 @@ def _read(file: IO[bytes], source: Path) -> tuple[Details, torch.export.Exported
     except OSError:
         raise
     except Exception as error:  # torch's reader gives many kinds of errors on a damaged file
-        made = f"torch {details.torch_version}" if "details" in locals() else "another torch"
         raise ArchiveError(
             f"{source} cannot be read: {type(error).__name__}: {_first_line(error)} It is damaged, or {made} wrote "
             f"what torch {torch.__version__} does not know: write it again by save()."

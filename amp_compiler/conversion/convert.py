@@ -17,7 +17,7 @@ from .. import graph as g
 from ..arguments import check_request
 from ..backend import users_frame
 from ..capture.export import Exported, capture_export
-from ..capture.program import Frame, copy_graph, foreign_ops, plain_spec, rebuild, weights_of
+from ..capture.program import Frame, copy_graph, flat_inputs, foreign_ops, plain_spec, rebuild, weights_of
 from ..errors import AmpWarning, ArgumentError, CaptureError
 from ..ops.names import OpLike
 from ..passes.base import Context
@@ -99,7 +99,7 @@ def _finished(
     rows = graph_rows(gm, 0)
     example = captured.program.example_inputs
     if not ctx.keep_output_dtypes:
-        example = _take_low_inputs(gm, weights, captured, example)
+        example = _take_low_inputs(gm, weights, *flat_inputs(captured.program))
     stored_bytes = _stored_bytes(gm.graph, weights)
     inputs = {n.name: n for n in gm.graph.nodes if n.op == "placeholder"}
     rounded = tuple(
@@ -156,11 +156,11 @@ def _stored_bytes(graph: fx.Graph, weights: Weights) -> int:
     return sum(sizes.values())
 
 
-def _take_low_inputs(gm: fx.GraphModule, weights: Weights, captured: Exported, example: Any) -> Any:
-    """With ``keep_io_dtypes=False``: an fp32 input that is only read rounded is asked for in the low dtype."""
+def _take_low_inputs(gm: fx.GraphModule, weights: Weights, flat: list[Any], spec: Any) -> Any:
+    """With ``keep_io_dtypes=False``: an fp32 input that is only read rounded is asked for in the low dtype. Gives back
+    the example inputs, of which ``flat`` and ``spec`` are the parts, to fit."""
     users = [n for n in gm.graph.nodes if n.op == "placeholder" and n not in weights]
     written = g.written_nodes(gm.graph)
-    flat, spec = pytree.tree_flatten(example)
     for place, node in enumerate(users):
         value = g.tensor_of(node)
         if value is None or value.dtype is not torch.float32 or node in written or not node.users:

@@ -33,7 +33,7 @@ class ConvertedModel:
         self.exported_program = program
         self.details = details
         self.history = history
-        self.original = original
+        self.fp32_form = original
         self._out_spec = out_spec if out_spec != program.call_spec.out_spec else None
         self._cache_weights = True
         self._running: Running | None = None
@@ -89,7 +89,7 @@ class ConvertedModel:
         """The model in fp32 again, without any cast of ours. Its weights are exact where they are stored in fp32
         (``cast_params=False``); where only rounded values are stored, ``rounded`` names them and the values are those.
         """
-        program = self.original.with_values_of(self.exported_program, self.exported_program.call_spec.out_spec)
+        program = self.fp32_form.with_values_of(self.exported_program, self.exported_program.call_spec.out_spec)
         return Fp32Model(program, self.details.rounded, self._out_spec)
 
     def __repr__(self) -> str:

@@ -233,3 +233,27 @@ def test_no_value_changes_and_no_rounding_is_left(ways: list[str], low: torch.dt
         assert not stored_casts(given.gm, given.weights)
     assert len([d for d in given.dtypes().values() if d.is_floating_point]) <= 2
     assert find(given.gm, "x").meta["val"].dtype is F32
+
+
+class Branches(nn.Module):
+    """Two weights in a ``cond``; one is also read in fp32 by a branch."""
+
+    def __init__(self, mixed: bool) -> None:
+        super().__init__()
+        self.mixed = mixed
+        self.a, self.b = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def yes(x: Tensor) -> Tensor:
+            return F.linear(x, self.a) + (self.b.exp().sum() if self.mixed else 0)
+
+        return torch.cond(x.sum() > 0, yes, lambda x: F.linear(x, self.b), (x,))
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_weights_that_a_cond_hands_to_its_branches(mixed: bool) -> None:
+    given = Weighted(Branches(mixed), X, cast=True)
+    before = given(X + 5), given(X - 5)
+    given.check(PASS, modified=True)
+    same((given(X + 5), given(X - 5)), before)
+    assert given.dtypes() == {"a": BF16, "b": F32 if mixed else BF16}
