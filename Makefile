@@ -20,7 +20,8 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-zoo lint types bench-compile bench-casts bench-train bench-speed bench-kernels clean
+.PHONY: help demo test test-zoo lint types bench-compile bench-casts bench-train bench-speed bench-kernels \
+	bench-convert clean
 
 help:
 	@echo "make demo            train a small network at every level and compare"
@@ -33,6 +34,7 @@ help:
 	@echo "make bench-train     a training step beside autocast and GradScaler"
 	@echo "make bench-speed     training and inference beside fp32 and autocast, four networks"
 	@echo "make bench-kernels   kernels op by op, beside torch's"
+	@echo "make bench-convert   converting a model for inference: time, memory, speed of the result"
 	@echo "make clean           remove .venv and everything built"
 
 demo: $(READY)
@@ -72,6 +74,9 @@ bench-speed: $(READY)
 
 bench-kernels: $(READY)
 	@$(BIN)/python benchmarks/kernels.py $(ARGS)
+
+bench-convert: $(READY)
+	@$(BIN)/python benchmarks/convert.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -72,6 +73,16 @@ class Report:
     def to_json(self) -> str:
         """The report as JSON: ``schema`` (its version), the fields of this class, ``rows`` as objects."""
         return json.dumps({"schema": SCHEMA_VERSION, **asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, given: str | Mapping[str, Any]) -> Report:
+        """A report from what ``to_json`` wrote."""
+        data = dict(json.loads(given) if isinstance(given, str) else given)
+        if data.pop("schema", SCHEMA_VERSION) != SCHEMA_VERSION:
+            raise ValueError(f"a report of another schema than {SCHEMA_VERSION}")
+        rows = tuple(Row(**row) for row in data.pop("rows"))
+        rest: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+        return cls(rows, **rest)
 
     def __str__(self) -> str:
         if not self.rows and not self.not_captured:

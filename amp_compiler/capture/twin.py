@@ -19,9 +19,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 from unittest import mock
 
@@ -274,3 +276,38 @@ class _PromotingMode(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         in_place = "setitem" in name or (name.endswith("_") and not name.endswith("__"))
         return promoting(lambda a, k: func(*a, **k), args, kwargs or {}, in_place, converted)
+
+
+class DtypeReads(TorchFunctionMode):
+    """Whether code that runs inside asks a tensor for its dtype, or converts one. If it does neither, its trace in the
+    low dtype would be the same graph. What torch's own tracing asks does not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.found:
+            asks = getattr(func, "__self__", None) is torch.Tensor.dtype or getattr(func, "__name__", "") in _CONVERTS
+            if getattr(func, "__module__", "") == "torch.nn.functional":  # Python that runs outside of this mode
+                asks |= isinstance(code := getattr(func, "__code__", None), CodeType) and _asks(code)
+            self.found = asks and _asked_by_model(sys._getframe(1))
+        return func(*args, **(kwargs or {}))
+
+
+#: functions of tensors that convert, or whose result tells a dtype
+_CONVERTS = DTYPE_NAMES | {"to", "float", "half", "bfloat16", "double", "tensor", "as_tensor", "scalar_tensor", "full"}
+_TRACING = tuple(
+    os.path.join(os.path.dirname(torch.__file__), *parts) for parts in (
+        ("_export",), ("fx",), ("_subclasses",), ("_dynamo",), ("utils",), ("_compile.py",), ("_ops.py",),
+        ("overrides.py",), ("_library",), ("_prims_common",), ("_tensor.py",),
+    )
+)  # fmt: skip
+_MACHINERY = tuple(os.path.join(os.path.dirname(torch.__file__), part) for part in ("export", "_functorch", "_guards"))
+
+
+def _asked_by_model(frame: FrameType | None) -> bool:
+    """Whether the first frame that is not of a tracing mode belongs to a model (or to ``torch.nn``), not to export."""
+    while frame is not None and (frame.f_code.co_filename == __file__ or frame.f_code.co_filename.startswith(_TRACING)):
+        frame = frame.f_back
+    return frame is None or not frame.f_code.co_filename.startswith(_MACHINERY)

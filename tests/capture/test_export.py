@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_compiler import Policy, amp_compile, pipeline, precision
@@ -206,3 +207,35 @@ def test_importing_the_package_is_light() -> None:
 
     use = "import amp_compiler; from amp_compiler import amp_compile, Policy, precision"
     assert loaded(use) - loaded("import torch") == set()
+
+
+class Asks(nn.Module):
+    """Code that can, or cannot, depend on dtypes."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.fc = how, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x)
+        if self.how == "dtype":
+            return y + torch.zeros(4, dtype=y.dtype)
+        if self.how == "finfo":
+            return y.clamp(min=torch.finfo(self.fc.weight.dtype).min)
+        if self.how == "converts":
+            return y.float() * 2
+        if self.how == "as another":
+            return y.relu().type_as(x)
+        if self.how == "torch.nn":
+            return F.multi_head_attention_forward(
+                y, y, y, 4, 2, torch.cat([self.fc.weight] * 3), None, None, None, False, 0.0, self.fc.weight, None,
+                key_padding_mask=torch.zeros(len(x), dtype=torch.bool), need_weights=False,
+            )[0]  # fmt: skip
+        return F.layer_norm(y, (4,)).softmax(-1) + torch.arange(4) * x.shape[0]
+
+
+@pytest.mark.parametrize("how", ["", "dtype", "finfo", "converts", "as another", "torch.nn"])
+def test_code_that_asks_no_tensor_for_its_dtype_is_traced_once(how: str) -> None:
+    captured = capture_export(Asks(how).eval(), (torch.randn(3, 4),), low=BF16)
+    assert (captured.twin is None) is (how == "")
+    assert not captured.twin_failed
