@@ -97,6 +97,7 @@ class State:
         return build_report(
             (row for piece in pieces for row in piece.rows), (piece.casts for piece in pieces),
             level=policy.level, dtype=policy.low, not_captured=self.not_captured, notes=notes,
+            stages=self.history if graph is None else (),
         )  # fmt: skip
 
 
@@ -231,10 +232,7 @@ class Backend:
             self.around(gm),
         )
         verify(graph, ("captured",), ctx, "capture")
-        history = [
-            pipeline.Record("capture", time.perf_counter() - start, True, g.format_graph(graph), "forward",
-                            len(graph.graph.nodes))
-        ]  # fmt: skip
+        history = [pipeline.record("capture", time.perf_counter() - start, True, graph, "forward", [])]
         self.forward.run(graph, ctx, history, graph="forward")
         self.state.history.extend(history)
         for note in ctx.notes:

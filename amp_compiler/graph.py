@@ -44,6 +44,7 @@ LOSS = "amp_loss"  # gm.meta key: the output that is the loss, in the graph of a
 ROLE = "amp_role"  # node.meta key of the Role of an input of a joint graph; gm.meta key: those of its outputs
 RESTORED = "amp_restored"  # gm.meta key: the Roles of outputs that a skipped update must leave as they were
 WEIGHTS = "amp_weights"  # gm.meta key: the graph that makes the low copies of weights, once an update
+PATH = "amp_path"  # node.meta key on an input that is a parameter or buffer: its path in the model
 ORIGIN = "amp_origin"  # node.meta key of the Origin (see passes/mark_dtype_origin.py)
 
 
@@ -562,7 +563,7 @@ def source_line(node: fx.Node) -> str:
 
 def inherit_origin(node: fx.Node, origin: fx.Node) -> None:
     """Give a new node the source line and module of the node that it was made for."""
-    for key in ("stack_trace", "nn_module_stack", "amp_module_stack", "seq_nr", "custom", REGION):
+    for key in ("stack_trace", "nn_module_stack", "amp_module_stack", "seq_nr", "from_node", "custom", REGION):
         if key in origin.meta:
             node.meta[key] = origin.meta[key]
 

@@ -1,0 +1,70 @@
+"""The application: its commands, and what happens with an error."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from typing import Annotated, Any
+
+import click
+import typer
+import typer.core
+
+from ..errors import AmpError, PipelineError, VerifyError
+from . import convert, doctor, dump, explain, passes
+from .common import DEBUG
+
+BAD_REQUEST, FAILURE = 2, 1
+
+
+class Group(typer.core.TyperGroup):
+    """Errors become one line and an exit code: 2 for a wrong request, 1 for a failure of ours."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (click.exceptions.ClickException, click.exceptions.Exit, click.exceptions.Abort):
+            raise
+        except BrokenPipeError:
+            sys.stderr.close()  # the reader (head, less) has seen enough
+            raise typer.Exit(0) from None
+        except Exception as error:  # the one place that turns any failure into a line: see the class
+            if ctx.meta.get(DEBUG):
+                traceback.print_exc()
+            ours = isinstance(error, AmpError) and not isinstance(error, (PipelineError, VerifyError))
+            text = " ".join(str(error).split()) or type(error).__name__
+            if not isinstance(error, AmpError):
+                text = f"{type(error).__name__}: {text}"
+            if not ours:
+                text += " (an error inside amp-compiler: --debug shows where)"
+            click.echo(f"amp-compiler: error: {text}", err=True)
+            raise typer.Exit(BAD_REQUEST if ours else FAILURE) from None
+
+
+app = typer.Typer(
+    cls=Group,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="See what mixed precision makes of a PyTorch model, and ask it why.",
+)
+for command in (dump, explain, convert, passes, doctor):
+    app.command(command.NAME, help=command.HELP, epilog=command.EPILOG)(command.run)
+
+
+def _version(given: bool) -> None:
+    if given:
+        from .. import __version__
+
+        click.echo(f"amp-compiler {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """Options of the application itself."""
