@@ -23,7 +23,7 @@ from .policy import dtype_name
 
 OTHER = "other"  # integers, booleans, fp64: ops without a precision to choose
 FORWARD, BACKWARD = "forward", "backward"
-#: what a node is; a "cast" is one between float dtypes, a "select" takes one of several results
+#: what a node is; a "cast" is one between float dtypes, a "select" takes one of several results or views a parameter
 KINDS = ("input", "parameter", "buffer", "constant", "call", "cast", "select", "output")
 
 
@@ -155,6 +155,7 @@ class _Taker:
         self.by_sequence: dict[int, str] = {}
         self.backward: set[fx.Node] = set()
         self.origins: dict[fx.Node, str] = {}
+        self.held: set[fx.Node] = set()  # parameters, buffers, constants and views of them
 
     def nodes(self) -> list[NodeView]:
         places = [n for n in self.forward.nodes if n.kind in INPUTS and not n.subgraph] if self.forward else []
@@ -178,7 +179,10 @@ class _Taker:
             kind, label = given.kind, given.label
         if _is_tangent(node):
             self.backward.add(node)
-            label = "gradient of " + node.name.removeprefix("tangents_") if node.name[-1:].isdigit() else node.name
+            number = node.name.removeprefix("tangents_")
+            label = f"gradient of output {number}" if number.isdigit() else node.name
+        if kind != "input":
+            self.held.add(node)
         module = label.rpartition(".")[0] if kind in ("parameter", "buffer") else ""
         return NodeView(
             self.prefix + node.name, kind, node.op, _values(node), module=module, label=label,
@@ -193,6 +197,9 @@ class _Taker:
         part = BACKWARD if node in self.backward and node.op != "output" else FORWARD
         source = self.known.get(self.origin(node, part))
         kind = _kind(node)
+        if self.functional and kind == "call" and _is_view(node) and all(n in self.held for n in node.all_input_nodes):
+            kind = "select"
+            self.held.add(node)
         module, line = g.module_path(node), g.source_line(node)
         precision, reason, rule, cls = "", "", "", ""
         if known is not None:
@@ -204,7 +211,11 @@ class _Taker:
             module, line = source.module, source.source or line
             if known is None:
                 rule, cls = source.rule, source.cls
-                reason = f"backward of {source.name}: {source.reason}" if part == BACKWARD else source.reason
+                reason = source.reason
+                if part == BACKWARD:
+                    reason = f"backward of {source.name}: {reason}"
+                elif source.op != g.op_name(node) and kind != "select":
+                    reason = f"part of {source.name} ({source.op}): {reason}"
         if kind == "cast" and (not reason or (source is not None and source.kind != "cast")):
             reason, rule = _cast_reason(node, part), "inserted"
         return NodeView(
@@ -246,6 +257,14 @@ def _kind(node: fx.Node) -> str:
     if g.is_float_cast(node):
         return "cast"
     return "select" if g.is_getitem(node) else "call"
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether an op gives back the memory of its input."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    returns = node.target._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
 def _computed_in(node: fx.Node) -> str:
