@@ -15,8 +15,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .compile import AmpModule as AmpModule
     from .compile import amp_compile as amp_compile
+    from .conversion.archive import load_converted as load_converted
+    from .conversion.convert import convert_model as convert_model
+    from .conversion.converted import ConvertedModel as ConvertedModel
     from .errors import AmpError as AmpError
     from .errors import AmpWarning as AmpWarning
+    from .errors import ArchiveError as ArchiveError
     from .errors import CheckpointError as CheckpointError
     from .errors import ScalerError as ScalerError
     from .policy import Policy as Policy
@@ -38,7 +42,9 @@ _PUBLIC = {
     "AmpError": "errors",
     "AmpModule": "compile",
     "AmpWarning": "errors",
+    "ArchiveError": "errors",
     "CheckpointError": "errors",
+    "ConvertedModel": "conversion.converted",
     "DynamicLossScaler": "scalers",
     "Policy": "policy",
     "Report": "report",
@@ -49,7 +55,9 @@ _PUBLIC = {
     "all_finite": "scalers",
     "amp_compile": "compile",
     "compile_train_step": "training.step",
+    "convert_model": "conversion.convert",
     "count_casts": "profile",
+    "load_converted": "conversion.archive",
     "precision": "scopes",
     "set_precision": "scopes",
 }

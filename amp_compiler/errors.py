@@ -43,5 +43,9 @@ class CheckpointError(AmpError, RuntimeError):
     """A checkpoint that is damaged or not of this model, optimizer or scaler; nothing was changed."""
 
 
+class ArchiveError(AmpError, RuntimeError):
+    """A file of a converted model cannot be written or read: damaged, of something else, newer, or unsafe."""
+
+
 class AmpWarning(UserWarning):
     """Something works, but not as the user may think."""

@@ -6,6 +6,12 @@ autodiff ─▶ fold_casts ─▶ fuse_cast_matmul ─▶ lower_kernels ─▶ b
             └──────────────────── JOINT / INFERENCE ─────────────────────┘
 autodiff ─▶ scale_loss ─▶ fold_casts ─▶ hoist_weight_casts ─▶ fuse_cast_matmul ─▶ lower_kernels ─▶ batch_casts
             └── STEP (a whole training step)                 ─▶ accumulate_in_place or unscale_in_place ─▶ run
+export ─▶ normalize ─▶ mark_dtype_origin ─▶ remove_dropout ─▶ fold_constants ─▶ fold_batch_norm
+          └─────────────────────────────────── PREPARE ───────────────────────────────────────┘
+       ─▶ assign_precision ─▶ insert_casts ─▶ freeze_parameters ─▶ fold_casts ─▶ save
+          └──────────────────────────── CONVERT ──────────────────────────┘
+       ─▶ widen_weights ─▶ fold_casts ─▶ fuse_cast_matmul ─▶ lower_kernels ─▶ run
+          └────────── RUN_CONVERTED (in memory, functional ATen) ────────┘
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ from .passes import (
     assign_precision,
     batch_casts,
     fold_casts,
+    freeze_parameters,
     fuse_cast_matmul,
     hoist_weight_casts,
     insert_casts,
@@ -45,9 +52,12 @@ STEP = (
     scale_loss.PASS, fold_casts.PASS, hoist_weight_casts.PASS, fuse_cast_matmul.PASS, lower_kernels.PASS,
     batch_casts.PASS, accumulate_in_place.PASS, unscale_in_place.PASS,
 )  # fmt: skip
+PREPARE = (normalize.PASS, mark_dtype_origin.PASS)
+CONVERT = (assign_precision.PASS, insert_casts.PASS, freeze_parameters.PASS, fold_casts.PASS)
+RUN_CONVERTED = (fold_casts.PASS, fuse_cast_matmul.PASS, lower_kernels.PASS)
 WEIGHTS = (batch_casts.PASS,)  # on the graph that makes the low copies of weights, once an update
 
-ALL = {p.name: p for p in (*FORWARD, *JOINT, *INFERENCE, *STEP)}
+ALL = {p.name: p for p in (*FORWARD, *JOINT, *INFERENCE, *STEP, *PREPARE, *CONVERT, *RUN_CONVERTED)}
 
 
 @dataclass(frozen=True)
@@ -125,6 +135,9 @@ class Pipelines:
     inference: Pipeline
     step: Pipeline
     weights: Pipeline
+    prepare: Pipeline
+    convert: Pipeline
+    run_converted: Pipeline
 
 
 def build(disable: Iterable[str] = (), backend: str = "eager", *, accumulating: bool = True) -> Pipelines:
@@ -140,6 +153,10 @@ def build(disable: Iterable[str] = (), backend: str = "eager", *, accumulating: 
         inference=Pipeline(INFERENCE, ("functional", "eager"), off),
         step=Pipeline(STEP, ("functional", "eager", "step", "accumulating"), off),
         weights=Pipeline(WEIGHTS, ("functional", "eager", "folded"), off),
+        prepare=Pipeline(PREPARE, ("captured",), off),
+        # fold_casts leaves alone what a graph writes to, and no gradient goes through this one
+        convert=Pipeline(CONVERT, ("captured", "normalized", "origin", "functional"), off),
+        run_converted=Pipeline(RUN_CONVERTED, ("functional", "eager"), off),
     )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import fx
@@ -80,6 +82,17 @@ class Report:
         from .render.notebook import table
 
         return table(self)
+
+    @classmethod
+    def from_json(cls, given: str | Mapping[str, Any]) -> Report:
+        """A report from what ``to_json`` wrote."""
+        from .render.json import SCHEMA_VERSION
+
+        data = dict(json.loads(given) if isinstance(given, str) else given)
+        if data.pop("schema", SCHEMA_VERSION) != SCHEMA_VERSION:
+            raise ValueError(f"a report of another schema than {SCHEMA_VERSION}")
+        rows = tuple(Row(**row) for row in data.pop("rows"))
+        return cls(rows, **{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
 
     def __str__(self) -> str:
         if not self.rows and not self.not_captured:

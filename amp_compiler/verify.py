@@ -8,7 +8,7 @@ costs as much as lowering, so by default dtypes are checked by rule.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from . import graph as g
 from .errors import VerifyError
 from .graph import Mode
 from .ops.row import OpClass
+from .weights import moves
 
 DEEP = "AMP_VERIFY"
 
@@ -302,12 +303,35 @@ def _hoisted(gm: fx.GraphModule, ctx: Any, where: str) -> None:
                 _fail(where, node, "casts a parameter once a micro-batch.")
 
 
+def _frozen(gm: fx.GraphModule, ctx: Any, where: str) -> None:
+    """No rounding of a weight is left to run time, but for those that the low dtype cannot hold."""
+    if ctx.weights is None:
+        return
+    outputs = g.output_nodes(gm.graph)
+    for node in ctx.weights.fixed(gm.graph):
+        if ctx.weights[node].path in ctx.weights.kept:
+            continue
+        for user in _moved(node):
+            if g.is_float_cast(user) and g.cast_dtype(user) in g.LOW_DTYPES and user not in outputs:
+                _fail(where, user, f"rounds the weight {ctx.weights[node].path} each time.")
+
+
+def _moved(node: fx.Node) -> Iterator[fx.Node]:
+    """What reads a weight, also behind ops that only move its values."""
+    for user in node.users:
+        yield user
+        if moves(user):
+            yield from _moved(user)
+
+
 CHECKS: Mapping[str, Callable[[fx.GraphModule, Any, str], None]] = {
     "captured": _captured,
     "normalized": _normalized,
     "origin": _origin,
     "assigned": _assigned,
     "cast": _cast,
+    "frozen": _frozen,
+    "prepared": _normalized,
     "functional": _functional,
     "eager": _eager,
     "accumulating": _eager,

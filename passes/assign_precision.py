@@ -41,6 +41,7 @@ from amp_compiler.memory import Memory
 from amp_compiler.ops import torch_lists
 from amp_compiler.ops.row import OpClass
 from amp_compiler.policy import Choice, dtype_name
+from amp_compiler.weights import misfits
 
 from .base import Context, Dialect, Pass
 from .normalize import Region
@@ -63,12 +64,24 @@ AUTOGRAD_FUNCTION = "autograd_function_apply"
 
 def run(gm: fx.GraphModule, ctx: Context) -> bool:
     before = {node: g.decision(node) for _, inner in g.all_graphs(gm) for node in inner.graph.nodes}
-    first = _Assign(gm, ctx)
+    held = _held_by_weights(gm, ctx)
+    first = _Assign(gm, ctx, carried=held)
     first.run()
     kept = first.limits_kept_in_fp32()
     if kept:
-        _Assign(gm, ctx, own_limits=kept).run()
+        _Assign(gm, ctx, own_limits=kept, carried=held).run()
     return any(g.decision(node) != old for node, old in before.items())
+
+
+def _held_by_weights(gm: fx.GraphModule, ctx: Context) -> dict[fx.Node, Held]:
+    """Weights that the low dtype cannot hold: in a conversion their values are known. Each matters to its readers."""
+    if ctx.weights is None or ctx.policy.level == "O0":
+        return {}
+    low = ctx.policy.low
+    found = misfits(gm.graph, ctx.weights, (low,))
+    for node, peak in found.items():
+        ctx.weights.keep(node, peak, low)
+    return {node: Held(peak, once=True) for node, peak in found.items()}
 
 
 class _Assign:

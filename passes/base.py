@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from amp_compiler.policy import Policy
+from amp_compiler.weights import Weights
 
 
 class Dialect(enum.Enum):
@@ -31,6 +32,8 @@ class Context:
     twin: fx.GraphModule | None = None
     #: (kind, dtype) of a region that plain Python opened around the whole graph
     around: tuple[str, torch.dtype | None] | None = None
+    #: the values of parameters, buffers and constants, in a conversion: there they do not change any more
+    weights: Weights | None = None
     #: what passes want the user to know; the caller warns and puts it into the report
     notes: list[str] = field(default_factory=list)
 

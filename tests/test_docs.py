@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MODULES = ["amp_compiler", "amp_compiler.compile", "amp_compiler.ops.names", "amp_compiler.policy",
+MODULES = ["amp_compiler", "amp_compiler.compile", "amp_compiler.conversion.convert",
+           "amp_compiler.ops.names", "amp_compiler.policy",
            "amp_compiler.profile", "amp_compiler.scalers", "amp_compiler.scopes", "amp_compiler.training.step",
            "amp_compiler.kernels.all_finite", "amp_compiler.kernels.unscale"]  # fmt: skip
 

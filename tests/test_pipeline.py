@@ -12,7 +12,20 @@ from torch import Tensor, fx
 from amp_compiler.errors import AmpError, ArgumentError, BannedOpError, PipelineError, VerifyError
 from amp_compiler.passes import assign_precision, insert_casts, normalize
 from amp_compiler.passes.base import Context, Dialect, Pass
-from amp_compiler.pipeline import ALL, FORWARD, INFERENCE, JOINT, STEP, Pipeline, Record, build, check_names
+from amp_compiler.pipeline import (
+    ALL,
+    CONVERT,
+    FORWARD,
+    INFERENCE,
+    JOINT,
+    PREPARE,
+    RUN_CONVERTED,
+    STEP,
+    Pipeline,
+    Record,
+    build,
+    check_names,
+)
 from helpers import BF16, casts, context, functional, pre_dispatch
 
 X, W = torch.randn(2, 4), torch.randn(4, 4)
@@ -47,7 +60,7 @@ def test_the_pipelines_are_in_order() -> None:
         "scale_loss", "fold_casts", "hoist_weight_casts", "fuse_cast_matmul", "lower_kernels", "batch_casts",
         "accumulate_in_place", "unscale_in_place",
     ]  # fmt: skip
-    assert set(ALL) == {p.name for p in (*FORWARD, *JOINT, *INFERENCE, *STEP)}
+    assert set(ALL) == {p.name for p in (*FORWARD, *JOINT, *INFERENCE, *STEP, *PREPARE, *CONVERT, *RUN_CONVERTED)}
 
 
 @pytest.mark.parametrize(

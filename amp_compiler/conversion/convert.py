@@ -1,0 +1,224 @@
+"""``convert_model``: export, rewrite, round the weights."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from .. import __version__, pipeline
+from .. import graph as g
+from ..arguments import check_request
+from ..backend import users_frame
+from ..capture.export import Exported, capture_export
+from ..capture.program import Frame, copy_graph, foreign_ops, plain_spec, rebuild, weights_of
+from ..errors import AmpWarning, ArgumentError, CaptureError
+from ..ops.names import OpLike
+from ..passes.base import Context
+from ..policy import Policy, dtype_name
+from ..report import build_report, cast_totals, graph_rows
+from ..scopes import marked_modules, modules_of
+from ..verify import verify
+from ..weights import Weight, Weights, drop_unread
+from .converted import ConvertedModel
+from .details import Details
+from .fp32_form import Fp32Form
+
+
+def convert_model(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    level: str = "O2",
+    *,
+    dtype: torch.dtype | str | None = None,
+    policy: Policy | None = None,
+    white_list: Iterable[OpLike] = (),
+    black_list: Iterable[OpLike] = (),
+    conditional_fp32_ops: Iterable[tuple[OpLike, str, Iterable[Any]]] = (),
+    exclude: Iterable[str | type[nn.Module]] = (),
+    cast_params: bool = True,
+    keep_io_dtypes: bool = True,
+    dynamic_shapes: Any = None,
+    disable_passes: Iterable[str] = (),
+) -> ConvertedModel:
+    """A trained fp32 model as a mixed-precision program for inference, to call, save or hand on.
+
+    ``args`` and ``kwargs`` are example inputs; sizes that may change are declared by ``dynamic_shapes``, as for
+    ``torch.export.export``. With ``cast_params`` weights are stored in the precision in which they are used; without,
+    they stay fp32 and are cast in each call. ``keep_io_dtypes=False``: outputs come as they are computed, and float
+    inputs that are only used low are taken low. ``conditional_fp32_ops`` are (op, argument, values) that run in fp32.
+    Batch norm goes into the layer before it and dropout goes away; switch that off by ``disable_passes``.
+
+    The model is left as it is, and shares no memory with the result.
+
+    >>> converted = convert_model(torch.nn.Linear(4, 2).eval(), (torch.ones(3, 4),), dtype=torch.bfloat16)
+    >>> converted(torch.ones(3, 4)).dtype, converted.exported_program.state_dict["weight"].dtype
+    (torch.float32, torch.bfloat16)
+    """
+    request = check_request(level, dtype, policy, white_list, black_list, exclude, "eager", disable_passes)
+    model, args, kwargs = _check_inputs(model, args, kwargs)
+    chosen = request.policy_for(model).with_conditional(conditional_fp32_ops)
+    disabled = request.disable_passes if cast_params else (*request.disable_passes, "freeze_parameters")
+    steps = pipeline.build(disabled)
+    start = time.perf_counter()
+    with _as_eval(model):
+        low = None if chosen.level == "O0" or "mark_dtype_origin" in disabled else chosen.low
+        captured = capture_export(model, args, kwargs, dynamic_shapes, low=low)
+    gm, weights = captured.graph, weights_of(captured.program)
+    ctx = Context(chosen, keep_io_dtypes, marked_modules(modules_of(model)), captured.twin, weights=weights)
+    if captured.twin_failed:
+        ctx.notes.append(
+            f"the model's code could not be traced in {dtype_name(chosen.low)}, so every cast in it to float32 counts "
+            f"as the author's: {captured.twin_failed}"
+        )
+    verify(gm, ("captured",), ctx, "capture")
+    history = [pipeline.Record("capture", time.perf_counter() - start, True, g.format_graph(gm), "convert",
+                               len(gm.graph.nodes))]  # fmt: skip
+    fp32_bytes = _stored_bytes(gm.graph, weights)
+    steps.prepare.run(gm, ctx, history, graph="convert")
+    drop_unread(gm.graph, weights)
+    original = Fp32Form(Frame.of(captured.program), copy_graph(gm), weights.names_only())
+    steps.convert.run(gm, ctx, history, graph="convert")
+    return _finished(captured, ctx, original, history, fp32_bytes, cast_params, request.disable_passes)
+
+
+def _finished(
+    captured: Exported, ctx: Context, original: Fp32Form, history: list[pipeline.Record], fp32_bytes: int,
+    cast_params: bool, disabled: tuple[str, ...],
+) -> ConvertedModel:  # fmt: skip
+    gm, weights, policy = captured.graph, ctx.weights, ctx.policy
+    assert weights is not None
+    rows, casts = graph_rows(gm, 0), cast_totals(gm)
+    example = captured.program.example_inputs
+    if not ctx.keep_output_dtypes:
+        example = _take_low_inputs(gm, weights, captured, example)
+    stored_bytes = _stored_bytes(gm.graph, weights)
+    inputs = {n.name: n for n in gm.graph.nodes if n.op == "placeholder"}
+    rounded = tuple(
+        weights[inputs[now]].path for name, now in weights.stored.items()
+        if now in inputs and inputs[now].meta["val"].dtype in g.LOW_DTYPES and original.is_fp32(name)
+    )  # fmt: skip
+    notes = [f"{path} stays in float32: {why}" for path, why in weights.kept.items()]
+    notes.append(f"weights: {fp32_bytes:,} bytes in fp32, {stored_bytes:,} bytes stored")
+    report = build_report(rows, [casts], level=policy.level, dtype=policy.low, notes=(*ctx.notes, *notes))
+    for note in ctx.notes:
+        warnings.warn(f"amp_compiler: {note}.", AmpWarning, stacklevel=users_frame())
+    details = Details(
+        policy, report, fp32_bytes, stored_bytes, rounded, tuple(weights.kept.items()), cast_params,
+        ctx.keep_output_dtypes, disabled, __version__,
+    )  # fmt: skip
+    original.stored = dict(weights.stored)
+    spec = captured.program.call_spec.out_spec
+    program = rebuild(Frame.of(captured.program), gm.graph, _own_values(), weights, out_spec=plain_spec(spec),
+                      example_inputs=example)  # fmt: skip
+    foreign = foreign_ops(program)
+    if foreign:
+        details_note = ", ".join(foreign)
+        warnings.warn(
+            f"The model uses ops that torch alone does not have ({details_note}): a saved file needs the package that "
+            "defines them where it is loaded.", AmpWarning, stacklevel=users_frame(),
+        )  # fmt: skip
+    return ConvertedModel(program, details, original, history, out_spec=spec)
+
+
+def _own_values() -> Any:
+    """Values of weights that share no memory with the model's; what the model shares among its own stays shared."""
+    made: dict[Any, torch.Tensor] = {}
+
+    def make(node: fx.Node, weight: Weight) -> torch.Tensor:
+        with torch.no_grad():
+            value = weight.make().detach()
+            key = weight.source, value.dtype, value.shape, value.stride()
+            if weight.source is None:
+                return value if weight.fresh else value.clone()
+            if key not in made:
+                made[key] = value if weight.fresh else value.clone()
+            return made[key]
+
+    return make
+
+
+def _stored_bytes(graph: fx.Graph, weights: Weights) -> int:
+    """Bytes of all weights that the graph reads, one that two inputs show counted once."""
+    sizes: dict[Any, int] = {}
+    for node in graph.nodes:
+        if node in weights and node.users:
+            value = node.meta["val"]
+            sizes[weights[node].source or node.name, value.dtype] = g.nbytes(value)
+    return sum(sizes.values())
+
+
+def _take_low_inputs(gm: fx.GraphModule, weights: Weights, captured: Exported, example: Any) -> Any:
+    """With ``keep_io_dtypes=False``: an fp32 input that is only read rounded is asked for in the low dtype."""
+    users = [n for n in gm.graph.nodes if n.op == "placeholder" and n not in weights]
+    written = g.written_nodes(gm.graph)
+    flat, spec = pytree.tree_flatten(example)
+    for place, node in enumerate(users):
+        value = g.tensor_of(node)
+        if value is None or value.dtype is not torch.float32 or node in written or not node.users:
+            continue
+        dtypes = {g.cast_dtype(u) if g.is_float_cast(u) else None for u in node.users}
+        low = next(iter(dtypes))
+        if len(dtypes) != 1 or low not in g.LOW_DTYPES or any("output" in (u.op for u in c.users) for c in node.users):
+            continue
+        node.meta["val"] = g.retype(value, low)
+        for cast in list(node.users):
+            cast.replace_all_uses_with(node)
+            gm.graph.erase_node(cast)
+        if place < len(flat) and isinstance(flat[place], torch.Tensor):
+            flat[place] = flat[place].to(low)
+    gm.recompile()
+    return pytree.tree_unflatten(flat, spec)
+
+
+# ------------------------------------------------------------------------------------------------- arguments
+
+
+def _check_inputs(model: Any, args: Any, kwargs: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    from ..compile import AmpModule
+
+    if isinstance(model, AmpModule):
+        model = model.original
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(
+            f"convert_model takes a torch.nn.Module, not {type(model).__name__}. Call a function in the forward of one."
+        )
+    if isinstance(args, list):
+        args = tuple(args)
+    if not isinstance(args, tuple):
+        hint = "write (x,)" if isinstance(args, torch.Tensor) else "a dict of inputs goes to kwargs"
+        raise ArgumentError(f"args must be a tuple of example inputs, not {type(args).__name__}: {hint}.")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise ArgumentError(f"kwargs must be a dict of example inputs by name, not {type(kwargs).__name__}.")
+    for path, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device.type == "meta":
+            raise ArgumentError(f"{path} is on the meta device and has no values: load the weights before converting.")
+    if any(isinstance(m, torch.jit.ScriptModule) for m in model.modules()):
+        raise CaptureError("A TorchScript module cannot be exported: convert the Python model it was made of.")
+    return model, args, dict(kwargs or {})
+
+
+@contextlib.contextmanager
+def _as_eval(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode, and afterwards each of its modules in the mode that it had."""
+    training = [module for module in model.modules() if module.training]
+    if training:
+        warnings.warn(
+            f"{type(model).__name__} is in train mode and is converted as in eval mode: dropout does nothing and batch "
+            "norm uses its running statistics. Call model.eval() first to say that you mean it.",
+            AmpWarning, stacklevel=users_frame(),
+        )  # fmt: skip
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,126 @@
+"""``ConvertedModel``: what ``convert_model`` and ``load_converted`` give back."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from .. import pipeline
+from ..policy import Policy
+from ..report import Report
+from .details import Details
+from .fp32_form import Fp32Form, StoredFp32Form
+from .running import Running
+
+
+class ConvertedModel:
+    """A mixed-precision program for inference: call it as the model it was made of.
+
+    ``exported_program`` is what ``save`` writes: pure ATen, weights included, outputs as plain tuples and dicts. A call
+    runs a copy of it in memory that may use kernels of this package where the CPU has no fp16 or bf16 units. Then fp32
+    copies of the stored low weights are kept for speed: ``cached_bytes`` says how many bytes, and
+    ``cache_weights = False`` does without, slower.
+    """
+
+    def __init__(
+        self, program: ExportedProgram, details: Details, original: Fp32Form | StoredFp32Form,
+        history: list[pipeline.Record], *, out_spec: Any = None,
+    ) -> None:  # fmt: skip
+        self.exported_program = program
+        self.details = details
+        self.history = history
+        self.original = original
+        self._out_spec = out_spec if out_spec != program.call_spec.out_spec else None
+        self._cache_weights = True
+        self._running: Running | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The outputs for these inputs, in the classes that the model gives them. No gradient is recorded."""
+        if self._running is None:
+            self._running = Running(
+                self.exported_program, self.policy, self.details.disable_passes, self._cache_weights, self.history
+            )
+        result = self._running(args, kwargs)
+        if self._out_spec is None:
+            return result
+        return pytree.tree_unflatten(pytree.tree_leaves(result, is_leaf=lambda x: x is None), self._out_spec)
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that it was converted by."""
+        return self.details.policy
+
+    @property
+    def cache_weights(self) -> bool:
+        """Whether fp32 copies of low weights are kept in memory, where the CPU computes low products in fp32."""
+        return self._cache_weights
+
+    @cache_weights.setter
+    def cache_weights(self, value: bool) -> None:
+        if value != self._cache_weights:
+            self._cache_weights, self._running = value, None
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of fp32 copies of weights that calls have made so far."""
+        return self._running.cached_bytes if self._running is not None else 0
+
+    def report(self) -> Report:
+        """Every op with its precision and why, totals, and what stayed fp32."""
+        return self.details.report
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a ``torch.export`` archive, whole or not at all, for ``torch.export.load`` and ``load_converted``."""
+        from .archive import save
+
+        save(self, path)
+
+    def to_onnx(self, path: str | os.PathLike[str]) -> None:
+        """Write an ONNX model with its low-precision weights; needs the packages ``onnx`` and ``onnxscript``."""
+        from .onnx import to_onnx
+
+        to_onnx(self, path)
+
+    def remove_casts(self) -> Fp32Model:
+        """The model in fp32 again, without any cast of ours. Its weights are exact where they are stored in fp32
+        (``cast_params=False``); where only rounded values are stored, ``rounded`` names them and the values are those.
+        """
+        program = self.original.with_values_of(self.exported_program, self.exported_program.call_spec.out_spec)
+        return Fp32Model(program, self.details.rounded, self._out_spec)
+
+    def __repr__(self) -> str:
+        low = str(self.policy.low).removeprefix("torch.")
+        share = self.details.stored_bytes / max(self.details.fp32_bytes, 1)
+        size = f"weights {self.details.stored_bytes:,} bytes, {share:.0%} of fp32"
+        return f"ConvertedModel({self.policy.level}, {low}, {size})"
+
+
+class Fp32Model:
+    """What ``remove_casts`` gives: an fp32 program to call. ``rounded``: paths of weights that are not exact."""
+
+    def __init__(self, program: ExportedProgram, rounded: tuple[str, ...], out_spec: Any = None) -> None:
+        self.exported_program = program
+        self.rounded = rounded
+        self._module, self._out_spec = program.module(), out_spec
+
+    @property
+    def exact(self) -> bool:
+        """Whether every weight has the value that it had before the conversion."""
+        return not self.rounded
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            result = self._module(*args, **kwargs)
+        if self._out_spec is None:
+            return result
+        return pytree.tree_unflatten(pytree.tree_leaves(result, is_leaf=lambda x: x is None), self._out_spec)
+
+    def __repr__(self) -> str:
+        how = "exact" if self.exact else f"{len(self.rounded)} weights rounded"
+        return f"Fp32Model({how})"
+
+

@@ -1,0 +1,64 @@
+"""The form of a converted program that runs in memory: with our kernels where the CPU has no low-precision units."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+
+from .. import graph as g
+from .. import pipeline
+from ..capture.program import Frame, functional, rebuild, weights_of
+from ..kernels.cpu import runs_wide
+from ..passes.base import Context
+from ..policy import Policy
+from ..weights import Weight
+
+
+class Running:
+    """A module made of a program, at the first call. The program itself stays as it is, and so do its tensors."""
+
+    def __init__(
+        self, program: ExportedProgram, policy: Policy, disabled: tuple[str, ...], cache_weights: bool,
+        history: list[pipeline.Record],
+    ) -> None:  # fmt: skip
+        self.cached_bytes = 0
+        if _wants_kernels(program, policy):
+            program = self._lowered(program, policy, disabled, cache_weights, history)
+        self._module = program.module()
+
+    def _lowered(
+        self, program: ExportedProgram, policy: Policy, disabled: tuple[str, ...], cache_weights: bool,
+        history: list[pipeline.Record],
+    ) -> ExportedProgram:  # fmt: skip
+        lowered = functional(program)
+        gm, weights = lowered.graph_module, weights_of(lowered)
+        assert isinstance(gm, fx.GraphModule)
+        off = disabled if cache_weights else (*disabled, "widen_weights")
+        before = {n.name for n in gm.graph.nodes if n in weights}
+        pipeline.build(off).run_converted.run(gm, Context(policy, weights=weights), history, graph="run")
+        self.cached_bytes = sum(
+            g.nbytes(n.meta["val"]) for n in gm.graph.nodes if n in weights and n.name not in before
+        )
+
+        def make(node: fx.Node, weight: Weight) -> torch.Tensor:
+            return weight.make().detach()
+
+        return rebuild(Frame.of(lowered), gm.graph, make, weights)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with torch.no_grad(), torch._C._DisableAutocast():
+            return self._module(*args, **kwargs)
+
+
+def _wants_kernels(program: ExportedProgram, policy: Policy) -> bool:
+    """Whether some low value of the graph is on a CPU that computes low products in fp32."""
+    if policy.autocast_device is not None:
+        return False
+    found = {
+        v.dtype for _, inner in g.all_graphs(program.graph_module) for n in inner.graph.nodes
+        for v in g.tensor_outputs(n) if v is not None and v.dtype in g.LOW_DTYPES and v.device.type == "cpu"
+    }  # fmt: skip
+    return any(runs_wide(dtype) for dtype in found)

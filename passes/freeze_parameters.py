@@ -1,0 +1,128 @@
+"""freeze_parameters: a weight is rounded once, at conversion, and stored in the precision that its readers want.
+
+1. ``linear(x, cast(w: f32, bf16))``, nothing else reads ``w``  →  ``linear(x, w: bf16)``: stored low
+2. ``linear(x, cast(w, bf16)), exp(w)``  →  ``linear(x, w_bf16), exp(w)``: stored twice, each once, however many readers
+3. ``cast(embedding(w, ids), bf16)``  →  ``embedding(w: bf16, ids)``: an op that only moves or selects values of a
+   weight stands between it and the rounding, which commutes with it; readers of the fp32 result keep it, as in rule 2
+4. a weight that the low dtype turns to inf, or all of it to 0, stays fp32 with its cast, and is reported
+5. a weight that nothing reads is not stored
+
+What is written to is no weight: its casts stay. No value changes, and after it no cast of a weight runs.
+
+Requires: cast, and ``ctx.weights``: without them it does nothing. Ensures: frozen. A second run changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import fx
+
+from amp_compiler import graph as g
+from amp_compiler.graph import DTYPE_NAMES
+from amp_compiler.weights import Weights, drop_unread, misfit, moves
+
+from .base import Context, Dialect, Pass
+
+
+def run(gm: fx.GraphModule, ctx: Context) -> bool:
+    if ctx.weights is None:
+        return False
+    freeze = _Freeze(gm.graph, ctx.weights)
+    modified = False
+    for node in ctx.weights.fixed(gm.graph):
+        if node.meta["val"].dtype is torch.float32:
+            modified |= freeze.weight(node)
+    modified |= drop_unread(gm.graph, ctx.weights)
+    if modified:
+        gm.recompile()
+    return modified
+
+
+def _rounded(make: Callable[[], torch.Tensor], low: torch.dtype) -> torch.Tensor:
+    return make().to(low)
+
+
+class _Freeze:
+    def __init__(self, graph: fx.Graph, weights: Weights) -> None:
+        self.graph, self.weights = graph, weights
+        self.untouched = g.written_nodes(graph) | g.output_nodes(graph)
+
+    def weight(self, node: fx.Node) -> bool:
+        wanted = self.wanted(node)
+        lows = {dtype for dtype in wanted if dtype is not None}
+        if not lows:
+            return False
+        value = self.weights.value(node)
+        fitting = set()
+        for low in lows:
+            if (peak := misfit(value, low)) is None:
+                fitting.add(low)
+            else:
+                self.weights.keep(node, peak, low)
+        make = self.weights[node].make
+        if wanted == fitting and len(fitting) == 1:
+            (low,) = fitting
+            self.weights.change(node, partial(_rounded, make, low), low)
+            self.now_low(node, low)
+            return True
+        for low in sorted(fitting, key=str):
+            rounded = self.weights.add(
+                self.graph, node, DTYPE_NAMES[low], partial(_rounded, make, low), g.retype(node.meta["val"], low),
+                rounded=True,
+            )  # fmt: skip
+            self.read_low(node, rounded, low)
+            if None not in wanted:
+                self.weights.stored[node.name] = rounded.name
+        return bool(fitting)
+
+    def is_rounding(self, node: fx.Node) -> bool:
+        return g.is_float_cast(node) and g.cast_dtype(node) in g.LOW_DTYPES and node not in self.untouched
+
+    def passes_on(self, node: fx.Node) -> bool:
+        return moves(node) and node not in self.untouched
+
+    def wanted(self, node: fx.Node) -> set[torch.dtype | None]:
+        """The low dtypes that readers of a weight round it to; None stands for a reader that takes it as it is."""
+        found: set[torch.dtype | None] = set()
+        for user in node.users:
+            if self.is_rounding(user):
+                found.add(g.cast_dtype(user))
+            elif self.passes_on(user):
+                found |= self.wanted(user)
+            else:
+                found.add(None)
+        return found
+
+    def now_low(self, node: fx.Node, low: torch.dtype) -> None:
+        """``node`` is low now, and all its readers want that."""
+        for user in list(node.users):
+            if self.is_rounding(user) or g.is_cast(user):
+                user.replace_all_uses_with(node)
+                self.graph.erase_node(user)
+            else:
+                user.meta["val"] = g.retype(user.meta["val"], low)
+                if g.decision(user) is not None:
+                    g.amend(user, out=(low,), precision=low)
+                self.now_low(user, low)
+
+    def read_low(self, node: fx.Node, rounded: fx.Node, low: torch.dtype) -> None:
+        """Those readers of ``node`` that round it to ``low`` read ``rounded``, the same value already rounded."""
+        for user in list(node.users):
+            if self.is_rounding(user) and g.cast_dtype(user) is low:
+                user.replace_all_uses_with(rounded)
+                self.graph.erase_node(user)
+            elif self.passes_on(user) and low in self.wanted(user):
+                with self.graph.inserting_before(user):
+                    again = self.graph.node_copy(user, lambda n: rounded if n is node else n)
+                again.meta = {**user.meta, "val": g.retype(user.meta["val"], low)}
+                if g.decision(again) is not None:
+                    g.amend(again, out=(low,), precision=low)
+                self.read_low(user, again, low)
+                if not user.users:
+                    self.graph.erase_node(user)
+
+
+PASS = Pass("freeze_parameters", Dialect.PRE_DISPATCH, requires=("cast",), ensures=("cast", "frozen"), run=run)
