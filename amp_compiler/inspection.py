@@ -23,18 +23,20 @@ from . import pipeline
 from .capture.autodiff import compile_graph
 from .capture.export import Exported, capture_export, capture_program
 from .compile import amp_compile
+from .conversion.converted import ConvertedModel
 from .errors import ArgumentError, CaptureError
 from .logs import log
 from .passes.base import Context
 from .pipeline import Record
 from .policy import Policy
-from .report import Report, build_report, cast_totals, graph_rows
+from .report import Report, Row, build_report, cast_totals, graph_rows
 from .scopes import marked_modules, modules_of
 from .verify import DEEP
-from .view import GraphView
+from .view import GraphView, NodeView
 
 GRAPHS = ("forward", "inference", "joint")
 CAPTURES = ("auto", "export", "dynamo")
+STORED = "stored"  # the one stage of a converted model
 AUTODIFF = "autodiff"  # the stage between the forward passes and those on the functional graph
 Progress = Callable[[str], None]
 
@@ -91,7 +93,9 @@ def inspect_model(
     notes: list[str] = []
     name = target or type(model).__name__
     args, kwargs = tuple(args), dict(kwargs or {})
-    if capture != "dynamo":
+    if capture == "dynamo":
+        check_call(model, args, kwargs)
+    else:
         progress("capturing with torch.export")
         start = time.perf_counter()
         try:
@@ -99,7 +103,8 @@ def inspect_model(
                 warnings.simplefilter("always")
                 captured = capture_export(model, args, kwargs, dynamic_shapes, low=policy.low)
         except CaptureError as error:
-            if capture == "export" or not _may_break(error):
+            check_call(model, args, kwargs)
+            if capture == "export":
                 raise
             notes.append(f"captured by Dynamo, because it cannot be exported: {_cause(error)}")
             log("capture", "torch.export failed: %s", _cause(error))
@@ -121,10 +126,39 @@ def inspect_program(
     progress: Progress = lambda text: None,
 ) -> Inspection:
     """The same of a program that ``torch.export.load`` gave. Its code is not there to be traced again, so every cast
-    in it counts as the author's."""
+    in it counts as the author's. The program's graph is rewritten: give a copy of one that is still needed."""
     _check(graph, "export")
     progress("reading the program")
     return _of_export(capture_program(program), policy, graph, {}, disable_passes, target, [], 0.0, progress)
+
+
+def inspect_converted(
+    converted: ConvertedModel, *, graph: str = "forward", target: str = "", progress: Progress = lambda text: None
+) -> Inspection:
+    """A converted model as it is stored, with the reasons of its own report; "inference" goes on to what runs."""
+    _check(graph, "export")
+    if graph == "joint":
+        raise ArgumentError("A converted model is for inference and has no backward: --graph forward or inference.")
+    progress("reading the program")
+    gm = capture_program(converted.exported_program).graph
+    stored = converted.report()
+    rows = {row.node: row for row in stored.rows}
+    first = pipeline.record(STORED, 0.0, True, gm, "forward", [])
+    nodes = tuple(_with_row(node, rows.get(node.name)) for node in first.view.nodes)
+    stages = [dataclasses.replace(first, view=GraphView(nodes, first.view.classes))]
+    totals = cast_totals(gm)
+    if graph == "inference":
+        ctx = Context(converted.policy, True)
+        totals = _differentiate(gm, graph, pipeline.build(converted.details.disable_passes), ctx, stages, progress)
+    report = dataclasses.replace(stored, casts=totals[0], cast_bytes=totals[1], stages=tuple(stages))
+    return Inspection(target, graph, tuple(stages), report, report.notes)
+
+
+def _with_row(node: NodeView, row: Row | None) -> NodeView:
+    if row is None:
+        return node
+    source = row.source or node.source
+    return dataclasses.replace(node, precision=row.precision, reason=row.reason, rule=row.rule, source=source)
 
 
 def _check(graph: str, capture: str) -> None:
@@ -202,10 +236,7 @@ def _of_dynamo(
     progress("capturing with Dynamo")
     fast = amp_compile(model, policy.level, policy=policy, backend="eager", disable_passes=disable)
     with torch.enable_grad() if graph == "joint" else torch.no_grad():
-        try:
-            fast(*args, **kwargs)
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            raise ArgumentError(f"The model cannot be called with these inputs: {_first(error)}") from error
+        fast(*args, **kwargs)
     report = fast.report()
     if not fast.history:
         raise CaptureError("; ".join(report.not_captured or report.notes) or "nothing was captured")
@@ -257,9 +288,13 @@ def _joined(views: Sequence[tuple[str, GraphView]]) -> GraphView:
 # ---------------------------------------------------------------------------------------------- small facts
 
 
-def _may_break(error: CaptureError) -> bool:
-    """Whether Dynamo may do better: not where the call itself is wrong."""
-    return not isinstance(error.__cause__, TypeError)
+def check_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Whether the model itself takes these inputs: its own error says more than a tracer's."""
+    try:
+        with torch.no_grad():
+            model(*args, **kwargs)
+    except Exception as error:  # the user's code may raise anything
+        raise ArgumentError(f"The model cannot be called with these inputs: {_first(error)}") from error
 
 
 def _cause(error: Exception) -> str:

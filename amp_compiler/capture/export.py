@@ -89,11 +89,11 @@ def _name_state(program: torch.export.ExportedProgram, parameters: Mapping[str, 
     for node in program.graph_module.graph.nodes:
         if node.op != "placeholder":
             continue
-        path = signature.inputs_to_parameters.get(node.name)
+        path: str | None = signature.inputs_to_parameters.get(node.name)
         held = path or signature.inputs_to_buffers.get(node.name)
         if held is not None:
             node.meta[g.PATH] = held
-        if path in parameters and parameters[path].requires_grad:
+        if path is not None and path in parameters and parameters[path].requires_grad:
             node.meta[g.PARAMETER] = True
 
 
@@ -122,8 +122,8 @@ def _annotate(
             node.meta[g.CONSTANT] = program.constants[constants[node.name]]
     signature = program.graph_signature
     for node in gm.graph.nodes:
-        path = signature.inputs_to_buffers.get(node.name) if node.op == "placeholder" else None
-        if path in held and holds_large_values(held[path]):
+        path: str | None = signature.inputs_to_buffers.get(node.name) if node.op == "placeholder" else None
+        if path is not None and path in held and holds_large_values(held[path]):
             node.meta[g.CONSTANT] = held[path]
     places = [n.name for n in gm.graph.nodes if n.op == "placeholder"]
     buffers = {target: name for name, target in signature.inputs_to_buffers.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -10,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import click
 import typer
 
 from ..errors import ArgumentError
@@ -21,13 +21,18 @@ if TYPE_CHECKING:
     from ..inspection import Inspection
     from ..policy import Policy
 
-DEBUG = "amp_compiler.debug"  # key in click's context: show tracebacks
 WIDTH = 140  # of a table that does not go to a terminal
+_DEBUGGING = [False]  # whether this command was given --debug
 
 
-def _debug(context: typer.Context, given: bool) -> bool:
-    context.meta[DEBUG] = context.meta.get(DEBUG, False) or given
+def _debug(given: bool) -> bool:
+    _DEBUGGING[0] = given
     return given
+
+
+def debugging() -> bool:
+    """Whether tracebacks and torch's own messages are asked for."""
+    return _DEBUGGING[0]
 
 
 def _levels(incomplete: str) -> list[str]:
@@ -121,7 +126,7 @@ def show(lines: list[Any]) -> None:
 def write(text: str, path: Path | None, quiet: bool = True) -> None:
     """Text to a file, whole or not at all, or to stdout."""
     if path is None:
-        click.echo(text.removesuffix("\n"))
+        typer.echo(text.removesuffix("\n"))
         return
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -132,7 +137,7 @@ def write(text: str, path: Path | None, quiet: bool = True) -> None:
             scratch.unlink(missing_ok=True)
         raise ArgumentError(f"{path} cannot be written: {error.strerror or error}.") from error
     if not quiet:
-        click.echo(f"{path}: {len(text.encode()):,} bytes", err=True)
+        typer.echo(f"{path}: {len(text.encode()):,} bytes", err=True)
 
 
 @contextlib.contextmanager
@@ -145,6 +150,20 @@ def progress(quiet: bool) -> Iterator[Callable[[str], None]]:
 
     with Console(stderr=True).status("starting") as status:
         yield lambda text: status.update(f"{text} …")
+
+
+@contextlib.contextmanager
+def hushed() -> Iterator[None]:
+    """torch logs the traceback of a trace that fails, which we report ourselves: only with --debug. Used after torch
+    is imported, because it sets its loggers up then."""
+    logger = logging.getLogger("torch")
+    before = logger.level
+    if not debugging():
+        logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 @dataclass(frozen=True)
@@ -178,19 +197,25 @@ class Request:
 
 def inspect(request: Request, quiet: bool) -> Inspection:
     """Capture what the request names; see ``amp_compiler.inspection``."""
-    with progress(quiet) as tell:
+    with contextlib.ExitStack() as stack:
+        tell = stack.enter_context(progress(quiet))
         tell("loading torch")
-        from ..inspection import inspect_model, inspect_program
+        from ..inspection import inspect_converted, inspect_model, inspect_program
         from .target import load
 
         tell(f"loading {request.target}")
         loaded = load(request.target, request.inputs)
+        stack.enter_context(hushed())
         if loaded.program is not None:
             policy = request.policy_for(loaded.program.module())
             return inspect_program(
                 loaded.program, policy=policy, graph=request.graph, disable_passes=request.disable,
                 target=request.target, progress=tell,
             )  # fmt: skip
+        if loaded.converted is not None:
+            if request.policy or request.low or request.fp32 or request.exclude:
+                raise ArgumentError("A converted model has its policy in it: leave --policy and the lists out.")
+            return inspect_converted(loaded.converted, graph=request.graph, target=request.target, progress=tell)
         assert loaded.model is not None
         if request.graph != "joint":
             loaded.model.eval()

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..conversion.converted import ConvertedModel
+from ..conversion.plain import load_any
 from ..errors import ArgumentError
 
 DTYPES = {
@@ -36,6 +38,7 @@ class Loaded:
     kwargs: dict[str, Any] = field(default_factory=dict)
     dynamic_shapes: Any = None
     program: torch.export.ExportedProgram | None = None
+    converted: ConvertedModel | None = None
 
 
 def load(target: str, inputs: Sequence[str] = ()) -> Loaded:
@@ -43,19 +46,20 @@ def load(target: str, inputs: Sequence[str] = ()) -> Loaded:
     if target.endswith(".pt2") or (":" not in target and os.path.isfile(target)):
         if inputs:
             raise ArgumentError("A saved program has its inputs in it: leave --input out.")
-        return Loaded(program=load_program(target))
+        found = load_any(target)
+        return Loaded(converted=found) if isinstance(found, ConvertedModel) else Loaded(program=found)
     where, _, name = target.rpartition(":")
     if not where or not name:
         raise ArgumentError(
             f"TARGET {target!r} is none of package.module:attr, file.py:attr, model.pt2: which attribute is the model?"
         )
     module = _import(where)
-    found = module
+    named: Any = module
     for part in name.split("."):
-        if not hasattr(found, part):
+        if not hasattr(named, part):
             raise ArgumentError(f"{where} has no attribute {part!r}.{_models(module)}")
-        found = getattr(found, part)
-    loaded = _model(found, target)
+        named = getattr(named, part)
+    loaded = _model(named, target)
     if inputs:
         args, kwargs, shapes = parse_inputs(inputs)
         return Loaded(loaded.model, args, kwargs, shapes)
@@ -66,13 +70,6 @@ def load(target: str, inputs: Sequence[str] = ()) -> Loaded:
         raise ArgumentError(f"{target} needs example inputs: give --input for each ({_FORMS}), or have it return "
                             "(model, args).")  # fmt: skip
     return loaded
-
-
-def load_program(path: str) -> torch.export.ExportedProgram:
-    """A saved program, without running any code that is pickled in it."""
-    from ..conversion import load_program as safely
-
-    return safely(path)
 
 
 # ------------------------------------------------------------------------------------------- importing
@@ -138,7 +135,8 @@ def _model(found: Any, target: str) -> Loaded:
     if isinstance(found, (tuple, list)):
         if not 1 <= len(found) <= 3:
             raise ArgumentError(f"{target} gives {len(found)} values; (model, args, kwargs) are at most three.")
-        found, args, kwargs = (*found, *((), {})[len(found) - 1 :])
+        given = list(found)
+        found, args, kwargs = given + [(), {}][len(given) - 1 :]
     found = getattr(found, "original", found) if type(found).__name__ == "AmpModule" else found
     if not isinstance(found, nn.Module):
         raise ArgumentError(f"{target} gives a {type(found).__name__}, not a torch.nn.Module.")

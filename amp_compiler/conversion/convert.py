@@ -79,8 +79,7 @@ def convert_model(
             f"as the author's: {captured.twin_failed}"
         )
     verify(gm, ("captured",), ctx, "capture")
-    history = [pipeline.Record("capture", time.perf_counter() - start, True, g.format_graph(gm), "convert",
-                               len(gm.graph.nodes))]  # fmt: skip
+    history = [pipeline.record("capture", time.perf_counter() - start, True, gm, "convert", [])]
     fp32_bytes = _stored_bytes(gm.graph, weights)
     steps.prepare.run(gm, ctx, history, graph="convert")
     drop_unread(gm.graph, weights)
