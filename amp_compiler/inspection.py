@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import os
 import time
 import warnings
@@ -99,8 +100,8 @@ def inspect_model(
         progress("capturing with torch.export")
         start = time.perf_counter()
         try:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
+            with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stderr(io.StringIO()):
+                warnings.simplefilter("always")  # torch prints what it traced until a failure, too
                 captured = capture_export(model, args, kwargs, dynamic_shapes, low=policy.low)
         except CaptureError as error:
             check_call(model, args, kwargs)
@@ -241,7 +242,10 @@ def _of_dynamo(
     if not fast.history:
         raise CaptureError("; ".join(report.not_captured or report.notes) or "nothing was captured")
     stages = merge_pieces([s for s in fast.history if graph != "forward" or s.graph == "forward"])
-    report = dataclasses.replace(report, notes=(*notes, *report.notes))
+    casts = stages[-1].view.casts
+    report = dataclasses.replace(
+        report, notes=(*notes, *report.notes), casts=len(casts), cast_bytes=sum(n.nbytes for n in casts)
+    )
     return Inspection(name, graph, tuple(stages), report, report.notes)
 
 

@@ -33,7 +33,7 @@ def log(topic: str, message: str, *args: object) -> None:
 def _logger(topic: str, setting: str) -> logging.Logger:
     found = logging.getLogger(f"amp_compiler.{topic}")
     if topic in _asked(setting) and not found.handlers:
-        handler = logging.StreamHandler(sys.stderr)
+        handler = logging.StreamHandler(sys.__stderr__ or sys.stderr)  # whatever stands in for it when we are called
         handler.setFormatter(logging.Formatter(f"[amp {topic}] %(message)s"))
         found.addHandler(handler)
         found.setLevel(logging.INFO)

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -108,6 +108,11 @@ Debug = Annotated[
 ]
 
 
+def examples(lines: Sequence[str]) -> str:
+    """The end of a help text: one example a line, which click's mark keeps as they are."""
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
 def console() -> Console:
     """Where results go: colours on a terminal only, tables as wide as it."""
     from rich.console import Console
@@ -117,10 +122,10 @@ def console() -> Console:
 
 
 def show(lines: list[Any]) -> None:
-    """Print rich texts, one a line, none folded."""
+    """Print rich texts, one a line."""
     out = console()
     for line in lines:
-        out.print(line, no_wrap=True, overflow="ellipsis", crop=False, markup=False)
+        out.print(line, soft_wrap=True, markup=False)
 
 
 def write(text: str, path: Path | None, quiet: bool = True) -> None:
@@ -148,7 +153,7 @@ def progress(quiet: bool) -> Iterator[Callable[[str], None]]:
         return
     from rich.console import Console
 
-    with Console(stderr=True).status("starting") as status:
+    with Console(file=sys.stderr).status("starting") as status:
         yield lambda text: status.update(f"{text} …")
 
 

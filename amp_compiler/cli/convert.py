@@ -21,7 +21,7 @@ EXAMPLES = (
     "amp-compiler convert model.py:make --level O2 --dtype bfloat16 -o model.pt2",
     "amp-compiler convert model.py:Net --input 8*x16 --dtype float16 --json -o net.pt2",
 )
-EPILOG = "Examples: " + " | ".join(EXAMPLES)
+EPILOG = c.examples(EXAMPLES)
 
 
 def run(

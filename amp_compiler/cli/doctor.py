@@ -13,7 +13,7 @@ from . import common as c
 NAME = "doctor"
 HELP = "Look at this machine (torch, CPU, GPUs, what each dtype costs here) and, if given, at a model's shapes."
 EXAMPLES = ("amp-compiler doctor", "amp-compiler doctor model.py:make --json")
-EPILOG = "Examples: " + " | ".join(EXAMPLES)
+EPILOG = c.examples(EXAMPLES)
 
 
 def run(

@@ -25,7 +25,7 @@ EXAMPLES = (
     "amp-compiler dump model.py:make --diff --against O3",
     "amp-compiler dump model.py:make --graph inference --after fold_casts --module 'blocks.0.*'",
 )
-EPILOG = "Examples: " + " | ".join(EXAMPLES)
+EPILOG = c.examples(EXAMPLES)
 
 
 def _formats(incomplete: str) -> list[str]:

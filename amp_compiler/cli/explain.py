@@ -17,7 +17,7 @@ EXAMPLES = (
     "amp-compiler explain model.py:make --node linear --level O1",
     "amp-compiler explain model.py:make --module 'blocks.0.*' --graph inference",
 )
-EPILOG = "Examples: " + " | ".join(EXAMPLES)
+EPILOG = c.examples(EXAMPLES)
 
 
 def run(
@@ -55,14 +55,15 @@ def run(
 
     view = found.forward
     runs = found.last if found.graph != "forward" else None
-    nodes = explain.chosen(view, node, op, module)
+    nodes = explain.chosen(view, node, op, module, runs)
     told = [explain.explain(n, view, found.report.level, runs) for n in nodes]
     if as_json:
         c.write(json.dumps(explain.document(told), indent=1) + "\n", output, quiet)
         return
     lines: list[Text] = []
     for one in told:
-        lines += [*explain.lines(one, view), Text()]
+        home = view if view.by_name.get(one.node.name) is one.node or runs is None else runs
+        lines += [*explain.lines(one, home), Text()]
     if output is not None:
         c.write(plain(lines) + "\n", output, quiet)
     else:

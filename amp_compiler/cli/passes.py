@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 NAME = "passes"
 HELP = "List the passes of each pipeline in order, with what each requires and ensures."
 EXAMPLES = ("amp-compiler passes", "amp-compiler passes --json")
-EPILOG = "Examples: " + " | ".join(EXAMPLES)
+EPILOG = c.examples(EXAMPLES)
 #: pipeline -> when it runs
 PIPELINES = {
     "forward": "on the captured graph, before autodiff",

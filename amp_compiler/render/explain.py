@@ -76,10 +76,13 @@ class Explanation:
         return sum(n.nbytes for n in (*self.casts_in, *self.casts_out))
 
 
-def chosen(view: GraphView, node: str | None, op: str | None, module: str | None) -> list[NodeView]:
-    """The nodes that are asked for; none is an error that suggests a name."""
+def chosen(
+    view: GraphView, node: str | None, op: str | None, module: str | None, runs: GraphView | None = None
+) -> list[NodeView]:
+    """The nodes that are asked for; none is an error that suggests a name. One name may be of the graph that runs."""
     if node is not None:
-        return [find(view, node)]
+        return [runs.by_name[node] if runs is not None and node not in view.by_name and node in runs.by_name
+                else find(view, node)]  # fmt: skip
     found = [n for n in view.nodes if n.kind == "call"]
     if op is not None:
         names = {op.removeprefix("aten."), _canonical(op)}
@@ -105,7 +108,12 @@ def _canonical(op: str) -> str:
 
 
 def explain(node: NodeView, view: GraphView, level: str, runs: GraphView | None = None) -> Explanation:
-    """Why ``node`` of the forward graph ``view`` has its precision. ``runs``: the graph that runs."""
+    """Why ``node`` of the forward graph ``view``, or of the graph that runs, has its precision."""
+    if runs is not None and view.by_name.get(node.name) is not node:
+        known = view.by_name.get(node.origin)
+        link = Link(node, f"made from {node.origin}" if node.origin else RULES.get(node.rule, node.rule), node.reason)
+        return Explanation(node, (link, *(_chain(known, view, level) if known is not None else ())),
+                           *_casts_around(node, runs))  # fmt: skip
     made = [n for n in runs.nodes if n.origin == node.name and n.kind == "call"] if runs is not None else []
     left: dict[str, NodeView] = {}
     for one in made:
@@ -114,11 +122,13 @@ def explain(node: NodeView, view: GraphView, level: str, runs: GraphView | None 
             if other.kind == "cast":
                 left[other.name] = other
     return Explanation(
-        node, tuple(_chain(node, view, level)),
-        tuple(view.by_name[i] for i in node.inputs if i in view.by_name and view.by_name[i].kind == "cast"),
-        tuple(n for n in view.users.get(node.name, ()) if n.kind == "cast"),
-        tuple(made), tuple(left.values()),
-    )  # fmt: skip
+        node, tuple(_chain(node, view, level)), *_casts_around(node, view), tuple(made), tuple(left.values())
+    )
+
+
+def _casts_around(node: NodeView, view: GraphView) -> tuple[tuple[NodeView, ...], tuple[NodeView, ...]]:
+    read = (view.by_name[i] for i in node.inputs if i in view.by_name)
+    return tuple(n for n in read if n.kind == "cast"), tuple(n for n in view.users[node.name] if n.kind == "cast")
 
 
 def _chain(node: NodeView, view: GraphView, level: str) -> list[Link]:
@@ -206,7 +216,7 @@ def lines(found: Explanation, view: GraphView) -> list[Text]:
 
 def _cast(node: NodeView, view: GraphView) -> str:
     source = view.by_name.get(node.inputs[0]) if node.inputs else None
-    name = source.title if source is not None else "?"
+    name = source.title if source is not None else node.inputs[0] if node.inputs else "?"
     before = SHORT.get(source.values[0].dtype, "") if source is not None and source.values else ""
     return f"{name} cast {before} → {SHORT.get(node.values[0].dtype, '')}, {size(node.nbytes)}"
 
