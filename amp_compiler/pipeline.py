@@ -182,11 +182,14 @@ def record(
     if not fresh:
         log("passes", "%s %s: %.1f ms, %s", graph, name, seconds * 1e3, note or "changed nothing")
         return replace(history[-1], name=name, seconds=seconds, modified=modified, note=note)
+    text, last = g.format_graph(gm), history[-1] if history else None
+    if not modified and last is not None and (last.graph, last.text) == (graph, text):
+        return record(name, seconds, modified, gm, graph, history, note, fresh=False)
     graphs = [inner for _, inner in g.all_graphs(gm)]
     casts = sum(g.is_float_cast(n) for inner in graphs for n in inner.graph.nodes)
     nodes = sum(len(inner.graph.nodes) for inner in graphs)
     before = None if graph == "forward" else next((r.view for r in reversed(history) if r.graph == "forward"), None)
-    made = Record(name, seconds, modified, g.format_graph(gm), graph, nodes, casts, note, take_view(gm, before))
+    made = Record(name, seconds, modified, text, graph, nodes, casts, note, take_view(gm, before))
     log("passes", "%s %s: %.1f ms, %d nodes, %d casts", graph, name, seconds * 1e3, nodes, casts)
     if wants("casts") and history and history[-1].graph == graph:
         _log_casts(history[-1].view, made.view)

@@ -216,6 +216,8 @@ class _Taker:
                     reason = f"backward of {source.name}: {reason}"
                 elif source.op != g.op_name(node) and kind != "select":
                     reason = f"part of {source.name} ({source.op}): {reason}"
+        if self.functional and not reason and node.op == "call_function" and kind == "call":
+            reason, rule = "added by a pass, for several values at once", "added"
         if kind == "cast" and (not reason or (source is not None and source.kind != "cast")):
             reason, rule = _cast_reason(node, part), "inserted"
         return NodeView(

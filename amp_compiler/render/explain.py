@@ -45,7 +45,7 @@ RULES = {
     "neutral": "constants alone", "explicit_dtype": "an explicit dtype= argument", "in_place": "what it writes to",
     "untouched": "an input that is never touched", "creation": "the op makes a tensor", "input": "an input",
     "no_float": "no float goes in", "inserted": "insert_casts", "state": "a value that is kept between calls",
-    "already_low": "the model as written", "unsure": "code that branches on the dtype",
+    "already_low": "the model as written", "added": "a pass", "unsure": "code that branches on the dtype",
 }  # fmt: skip
 
 

@@ -209,10 +209,12 @@ const Layout = (() => {
       graph.setNode(port, {width: PORT, height: 1});
       graph.setEdge(port, bottom, {weight: 100, minlen: 1});
     }
-    const readers = new Map();  // a value that many read (a mask in every layer) has one line; the others get a stub
+    const readers = new Map(), drawn = new Set();
+    for (const {a} of edges.values()) readers.set(a, (readers.get(a) || 0) + 1);
     for (const {a, b, lines} of edges.values()) {
-      readers.set(a, (readers.get(a) || 0) + 1);
-      if (readers.get(a) > 1 && [...edges.values()].filter(edge => edge.a === a).length > MANY && !outs.has(b)) continue;
+      // a value that many read (a mask in every layer) has one line; the others get a stub
+      if (readers.get(a) > MANY && drawn.has(a) && !outs.has(b)) continue;
+      drawn.add(a);
       graph.setEdge(a, b, {weight: 1 + Math.min(lines.size, 3), lines});
     }
     if (graph.nodeCount()) dagre.layout(graph);
