@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from ..errors import AmpError
 from ..view import BACKWARD, GraphView, NodeView
@@ -26,13 +27,17 @@ def dot(view: GraphView, title: str = "") -> str:
         '  node [shape=box, style="rounded,filled", fontname=Helvetica, fontsize=11, color="#9ca3af"];',
         '  edge [color="#9ca3af", arrowsize=0.6];',
     ]
-    tree: dict[str, list[NodeView]] = {}
+    root = _Box("")
     for node in view.nodes:
         if node.name not in hidden:
-            prefix = "backward" if node.part == BACKWARD and view.has_backward and node.kind != "output" else ""
-            path = node.module if node.kind in ("call", "cast", "select") else ""
-            tree.setdefault(".".join(p for p in (prefix, path) if p), []).append(node)
-    lines += _cluster("", tree, view, "  ")
+            parts = ["backward"] if node.part == BACKWARD and node.kind != "output" else []
+            if node.module and node.kind in ("call", "cast", "select"):
+                parts += node.module.split(".")
+            box = root
+            for part in parts:
+                box = box.below.setdefault(part, _Box(f"{box.path}.{part}" if box.path else part))
+            box.nodes.append(node)
+    lines += _cluster(root, view, "  ")
     for node in view.nodes:
         if node.name in hidden:
             continue
@@ -42,29 +47,36 @@ def dot(view: GraphView, title: str = "") -> str:
     return "\n".join([*lines, "}"]) + "\n"
 
 
-def _cluster(path: str, tree: dict[str, list[NodeView]], view: GraphView, indent: str) -> Iterator[str]:
-    for node in tree.get(path, ()):
+@dataclass
+class _Box:
+    """A module: its nodes and the modules in it."""
+
+    path: str
+    nodes: list[NodeView] = field(default_factory=list)
+    below: dict[str, _Box] = field(default_factory=dict)
+
+
+def _cluster(box: _Box, view: GraphView, indent: str) -> Iterator[str]:
+    for node in box.nodes:
         yield indent + _node(node, view)
-    start = len(path) + 1 if path else 0
-    below = [p for p in tree if p and (not path or p.startswith(path + ".")) and p != path]
-    for child in dict.fromkeys((path + "." if path else "") + p[start:].split(".")[0] for p in below):
-        cls = view.classes.get(child, "")
-        label = f"{child}\\n{cls}" if cls else child
-        yield f"{indent}subgraph {_quote('cluster_' + child)} {{"
+    for child in box.below.values():
+        cls = view.classes.get(child.path.removeprefix("backward."), "")
+        label = f"{child.path}\n{cls}" if cls else child.path
+        yield f"{indent}subgraph {_quote('cluster_' + child.path)} {{"
         yield f'{indent}  label={_quote(label)}; style="rounded"; color="#d1d5db"; fontsize=10;'
-        yield from _cluster(child, tree, view, indent + "  ")
+        yield from _cluster(child, view, indent + "  ")
         yield indent + "}"
 
 
 def _node(node: NodeView, view: GraphView) -> str:
     if node.kind == "cast":
         source = view.by_name.get(node.inputs[0]) if node.inputs else None
-        what = f"{source.title}\\n" if source is not None and source.kind in ("parameter", "buffer") else ""
-        label = f"{what}→ {node.value}\\n{size(node.nbytes)}"
+        what = f"{source.title}\n" if source is not None and source.kind in ("parameter", "buffer") else ""
+        label = f"{what}→ {node.value}\n{size(node.nbytes)}"
         fill, ink, shape = CAST[1], CAST[2], ", shape=cds"
     else:
-        named = node.title if node.kind in ("input", "output") else f"{node.op}\\n{node.name}"
-        label = f"{named}\\n{node.value}" if node.value else named
+        named = node.title if node.kind in ("input", "output") else f"{node.op}\n{node.name}"
+        label = f"{named}\n{node.value}" if node.value else named
         _, fill, ink = COLOURS.get(node.precision, COLOURS[""])
         shape = ", shape=ellipse" if node.kind in ("input", "output") else ""
     tip = f', tooltip={_quote(node.reason)}' if node.reason else ""
@@ -72,7 +84,7 @@ def _node(node: NodeView, view: GraphView) -> str:
 
 
 def _quote(text: str) -> str:
-    escaped = text.replace('"', '\\"').replace("\n", "\\n")
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'
 
 

@@ -97,16 +97,6 @@ def test_the_script_of_the_package_is_this_application() -> None:
     assert callable(getattr(import_module(module), name))
 
 
-def test_a_light_import() -> None:
-    """Importing the package brings neither the command line nor the renderers."""
-    code = (
-        "import sys, amp_compiler; from amp_compiler import amp_compile; "
-        "print([m for m in sys.modules if m.startswith(('typer', 'click', 'amp_compiler.cli', 'amp_compiler.render'))])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
 def test_the_version_and_completion(run: Callable[..., Result]) -> None:
     from amp_compiler import __version__
 

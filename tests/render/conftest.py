@@ -23,6 +23,6 @@ def joint() -> Inspection:
 
 @pytest.fixture(scope="session")
 def encoder() -> Inspection:
-    model = BertLike(layers=3, hidden=32, heads=4, intermediate=64, vocab=50, seq=8).eval()
+    model = BertLike(layers=2, hidden=32, heads=4, intermediate=64, vocab=50, seq=8).eval()
     ids = torch.randint(50, (2, 8))
     return inspect_model(model, (ids,), policy=Policy("O2", torch.bfloat16), graph="inference", target="encoder")

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
-from amp_compiler import amp_compile, compile_train_step
+from amp_compiler import amp_compile
 from amp_compiler.errors import ArgumentError
 from amp_compiler.inspection import Inspection
 from amp_compiler.render import diff, dot, python, text
@@ -106,10 +106,6 @@ def test_reports_fit_the_schema() -> None:
     document = json.loads(fast.report().to_json())
     check(document)
     assert len(document["rows"]) == len(fast.report().rows)
-    optimizer = torch.optim.SGD(model.parameters())
-    step = compile_train_step(model, lambda out, y: out.sum(), optimizer, dtype=torch.bfloat16)
-    step(torch.randn(8, 16))
-    check(json.loads(step.report().to_json()))
 
 
 def test_a_document_with_a_strange_field_does_not_fit(forward: Inspection) -> None:
@@ -141,6 +137,8 @@ def test_svg_says_what_is_missing(forward: Inspection, monkeypatch: pytest.Monke
 
 @pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz is not installed")
 def test_svg_is_a_picture(forward: Inspection) -> None:
+    strange = GraphView((NodeView('a"\\', "call", "add", reason="\\"), NodeView("b", "call", "</g>", inputs=('a"\\',))))
+    assert 'a"\\' in "".join(ET.fromstring(dot.svg(strange, "\\")).itertext())
     root = ET.fromstring(dot.svg(forward.last, "small"))
     assert root.tag.endswith("svg")
     words = "".join(root.itertext())

@@ -187,40 +187,55 @@ const Layout = (() => {
     return place(made.root, open, say, of);
   }
 
+  const known = new Map();  // what dagre made of a shape: the layers of a network mostly have one and the same
+
+  /** dagre's places for nodes [width, height] and edges [from, to, weight], both by number. */
+  function dagreLayout(sizes, edges) {
+    const shape = JSON.stringify([sizes, edges]);
+    if (!known.has(shape)) {
+      const graph = new dagre.graphlib.Graph();
+      graph.setGraph({rankdir: "TB", nodesep: 16, ranksep: 26, marginx: 14, marginy: 6});
+      sizes.forEach(([width, height], i) => graph.setNode(String(i), {width, height}));
+      edges.forEach(([a, b, weight]) => graph.setEdge(String(a), String(b), {weight}));
+      if (sizes.length) dagre.layout(graph);
+      known.set(shape, {nodes: sizes.map((_, i) => graph.node(String(i))), width: sizes.length ? graph.graph().width : 0,
+                        lines: edges.map(([a, b]) => graph.edge(String(a), String(b)).points)});
+    }
+    return known.get(shape);
+  }
+
   function place(holder, open, say, of) {
     const {edges, ins, outs} = of(holder);
-    const graph = new dagre.graphlib.Graph();
-    graph.setGraph({rankdir: "TB", nodesep: 16, ranksep: 26, marginx: 14, marginy: 6});
-    graph.setDefaultEdgeLabel(() => ({}));
-    const inner = new Map();
+    const inner = new Map(), numbers = new Map(), sizes = [], wanted = [], order = new Map();
+    const add = (key, width, height) => { numbers.set(key, sizes.length); sizes.push([Math.round(width), Math.round(height)]); };
     for (const child of holder.children) {
       if (isBox(child) && open.has(child.key)) inner.set(child.key, place(child, open, say, of));
       const size = inner.get(child.key) || measure(child, say);
-      graph.setNode(child.key, {width: size.width, height: size.height, thing: child});
+      add(child.key, size.width, size.height);
     }
-    const top = "top", bottom = "bottom";
-    if (ins.size) graph.setNode(top, {width: 1, height: 1});
-    if (outs.size) graph.setNode(bottom, {width: 1, height: 1});
-    for (const port of ins) {
-      graph.setNode(port, {width: PORT, height: 1});
-      graph.setEdge(top, port, {weight: 100, minlen: 1});
-    }
-    for (const port of outs) {
-      graph.setNode(port, {width: PORT, height: 1});
-      graph.setEdge(port, bottom, {weight: 100, minlen: 1});
+    // ports stand in a rank of their own, held together by a node above or below them that is not shown
+    for (const [ports, end] of [[ins, "top"], [outs, "bottom"]]) {
+      if (ports.size) add(end, 1, 1);
+      for (const port of ports) {
+        add(port, PORT, 1);
+        const [a, b] = end === "top" ? [end, port] : [port, end];
+        wanted.push([numbers.get(a), numbers.get(b), 100]);
+      }
     }
     const readers = new Map(), drawn = new Set();
     for (const {a} of edges.values()) readers.set(a, (readers.get(a) || 0) + 1);
-    for (const {a, b, lines} of edges.values()) {
+    for (const [key, {a, b, lines}] of edges) {
       // a value that many read (a mask in every layer) has one line; the others get a stub
       if (readers.get(a) > MANY && drawn.has(a) && !outs.has(b)) continue;
       drawn.add(a);
-      graph.setEdge(a, b, {weight: 1 + Math.min(lines.size, 3), lines});
+      order.set(key, wanted.length);
+      wanted.push([numbers.get(a), numbers.get(b), 1 + Math.min(lines.size, 3)]);
     }
-    if (graph.nodeCount()) dagre.layout(graph);
+    const found = dagreLayout(sizes, wanted);
+    const nodeOf = key => found.nodes[numbers.get(key)];
     const head = holder.parent === null ? 0 : HEADER;
-    const placed = holder.children.map(child => graph.node(child.key));
-    const margin = 10, w = placed.length ? graph.graph().width : 0;  // the ranks of top and bottom are cut off
+    const placed = holder.children.map(child => nodeOf(child.key));
+    const margin = 10, w = found.width;  // the ranks of top and bottom are cut off
     const lift = Math.min(...placed.map(node => node.y - node.height / 2)) - margin - (ins.size ? 6 : 0);
     const lowest = Math.max(...placed.map(node => node.y + node.height / 2)) + margin + (outs.size ? 6 : 0);
     const width = Math.max(w, textWidth(say(holder).title, 13) + 40, 60);
@@ -228,21 +243,21 @@ const Layout = (() => {
     const shift = (width - w) / 2;
     const at = (x, y) => ({x: x + shift, y: y - lift + head});
     const ports = new Map();
-    for (const port of ins) ports.set(port, {x: graph.node(port).x + shift, y: 0});
-    for (const port of outs) ports.set(port, {x: graph.node(port).x + shift, y: height});
+    for (const port of ins) ports.set(port, {x: nodeOf(port).x + shift, y: 0});
+    for (const port of outs) ports.set(port, {x: nodeOf(port).x + shift, y: height});
     const boxes = holder.children.map(child => {
-      const node = graph.node(child.key), corner = at(node.x - node.width / 2, node.y - node.height / 2);
+      const node = nodeOf(child.key), corner = at(node.x - node.width / 2, node.y - node.height / 2);
       return {...corner, width: node.width, height: node.height, thing: child, inside: inner.get(child.key) || null};
     });
     const where = new Map(boxes.map(made => [made.thing.key, made]));
     const lines = [];
-    for (const {a, b, lines: bundle} of edges.values()) {
-      if (!graph.hasEdge(a, b)) {
+    for (const [key, {a, b, lines: bundle}] of edges) {
+      if (!order.has(key)) {
         const to = where.get(b), x = to.x + to.width - 14, [line] = bundle.values();
         lines.push({points: [{x, y: to.y - 14}, {x, y: to.y}], names: line.names, value: line.value, into: true, stub: true});
         continue;
       }
-      const points = graph.edge(a, b).points.map(p => at(p.x, p.y));
+      const points = found.lines[order.get(key)].map(p => at(p.x, p.y));
       for (const line of bundle.values()) {
         const path = points.slice();
         if (ports.has(a)) path[0] = ports.get(a);
