@@ -30,6 +30,7 @@ from .logs import log
 from .passes.base import Context
 from .pipeline import Record
 from .policy import Policy
+from .render.pieces import merge_pieces
 from .report import Report, Row, build_report, cast_totals, graph_rows
 from .scopes import marked_modules, modules_of
 from .verify import DEEP
@@ -70,7 +71,12 @@ class Inspection:
             known = ", ".join(dict.fromkeys(s.name for s in self.stages))
             more = "" if self.graph == "joint" else " (--graph inference or joint has more)"
             raise ArgumentError(f"There is no stage {name!r} in a {self.graph} graph; its stages are {known}{more}.")
-        return dataclasses.replace(self, stages=self.stages[: places[-1] + 1])
+        stages = self.stages[: places[-1] + 1]
+        casts = stages[-1].view.casts
+        report = dataclasses.replace(
+            self.report, casts=len(casts), cast_bytes=sum(n.nbytes for n in casts), stages=stages
+        )
+        return dataclasses.replace(self, stages=stages, report=report, graph=stages[-1].graph)
 
 
 def inspect_model(
@@ -247,46 +253,6 @@ def _of_dynamo(
         report, notes=(*notes, *report.notes), casts=len(casts), cast_bytes=sum(n.nbytes for n in casts)
     )
     return Inspection(name, graph, tuple(stages), report, report.notes)
-
-
-def merge_pieces(stages: Sequence[Record]) -> list[Record]:
-    """The stages of several captured graphs as those of one: a stage holds all graphs as they are after it."""
-    pieces: list[dict[tuple[str, str], Record]] = []
-    for stage in stages:
-        if stage.name == "capture" or not pieces:
-            pieces.append({})
-        pieces[-1][(stage.name, stage.graph)] = stage
-    if len(pieces) <= 1:
-        return list(stages)
-    order = list(dict.fromkeys(key for piece in pieces for key in piece))
-    merged = []
-    for key in order:
-        there = [(i, piece[key]) for i, piece in enumerate(pieces) if key in piece]
-        first = there[0][1]
-        merged.append(
-            dataclasses.replace(
-                first,
-                seconds=sum(s.seconds for _, s in there),
-                modified=any(s.modified for _, s in there),
-                nodes=sum(s.nodes for _, s in there),
-                casts=sum(s.casts for _, s in there),
-                text="\n".join(f"graph {i}:\n{s.text}" for i, s in there),
-                view=_joined([(f"g{i}", s.view) for i, s in there]),
-            )
-        )
-    return merged
-
-
-def _joined(views: Sequence[tuple[str, GraphView]]) -> GraphView:
-    nodes = [
-        dataclasses.replace(
-            node, name=f"{prefix}.{node.name}", inputs=tuple(f"{prefix}.{i}" for i in node.inputs),
-            subgraph=f"{prefix}.{node.subgraph}" if node.subgraph else prefix,
-            origin=f"{prefix}.{node.origin}" if node.origin else "",
-        )
-        for prefix, view in views for node in view.nodes
-    ]  # fmt: skip
-    return GraphView(tuple(nodes), {k: v for _, view in views for k, v in view.classes.items()})
 
 
 # ---------------------------------------------------------------------------------------------- small facts

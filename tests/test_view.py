@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from amp_compiler import amp_compile
-from amp_compiler.inspection import AUTODIFF, inspect_model, inspect_program, merge_pieces
+from amp_compiler.inspection import AUTODIFF, inspect_model, inspect_program
 from amp_compiler.policy import Policy
+from amp_compiler.render.pieces import merge_pieces
 from amp_compiler.view import BACKWARD, KINDS, GraphView
 from networks import NETWORKS
 

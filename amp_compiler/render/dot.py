@@ -7,15 +7,11 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ..errors import AmpError
+from ..errors import DrawingError
 from ..view import BACKWARD, GraphView, NodeView
 from .words import CAST, COLOURS, size
 
 _SECONDS = 300.0  # Graphviz is slow on graphs of thousands of nodes
-
-
-class DrawingError(AmpError, RuntimeError):
-    """A picture could not be made: a tool is missing or failed."""
 
 
 def dot(view: GraphView, title: str = "") -> str:

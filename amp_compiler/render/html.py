@@ -9,13 +9,14 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import resources
 from typing import Any
 
-from ..inspection import merge_pieces
 from ..pipeline import Record
 from ..report import Report
 from ..view import NodeView
+from .pieces import merge_pieces
 from .words import CAST, COLOURS
 
 #: lines and bars want a stronger colour than the paper of a box
@@ -88,6 +89,5 @@ def encode(stages: Sequence[Record], report: Report, title: str, graph: str) -> 
 
 
 def _without_code(node: NodeView) -> NodeView:
-    from dataclasses import replace
-
+    """The page does not show it, and nodes that differ in nothing else are one."""
     return replace(node, code="")

@@ -10,7 +10,7 @@ from ..report import Report
 from ..view import BACKWARD, SHORT, GraphView, NodeView
 from .words import CAST, COLOURS, count, is_row, size
 
-_LIMITS = (26, 26, 18, 5)  # the widest that node, op, shape and dtype get
+_LIMITS = (24, 20, 18, 5)  # the widest that node, op, shape and dtype get
 _HEAD = ("node", "op", "shape", "dtype", "why")
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
 from amp_compiler import amp_compile
-from amp_compiler.errors import ArgumentError
+from amp_compiler.errors import ArgumentError, DrawingError
 from amp_compiler.inspection import Inspection
 from amp_compiler.render import diff, dot, python, text
 from amp_compiler.render.json import graph_document, schema
@@ -131,7 +131,7 @@ def test_dot_has_every_op_and_module(joint: Inspection) -> None:
 
 def test_svg_says_what_is_missing(forward: Inspection, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(dot.DrawingError, match=r"install it .*or take --format html"):
+    with pytest.raises(DrawingError, match=r"install it .*or take --format html"):
         dot.svg(forward.last)
 
 

@@ -3,7 +3,7 @@
 // A module that is open is laid out by itself and then stands in its parent as one box, so that no single layout is
 // large and opening a module leaves the inside of the others as it was.
 const Layout = (() => {
-  const HEADER = 26, PORT = 6, MANY = 4;
+  const HEADER = 26, PORT = 6, MANY = 3;
   const HIDDEN = new Set(["parameter", "buffer", "constant", "select"]);
   const textWidth = (text, size) => text.length * size * 0.63;
 

@@ -100,7 +100,7 @@
     const defs = draw("defs", {});
     for (const name of Object.keys(colours)) {
       const marker = draw("marker", {id: "arrow-" + (name || "none"), viewBox: "0 0 8 8", refX: 7, refY: 4,
-                                     markerWidth: 5.5, markerHeight: 5.5, orient: "auto"});
+                                     markerUnits: "userSpaceOnUse", markerWidth: 7, markerHeight: 7, orient: "auto"});
       marker.append(draw("path", {d: "M0,0.8L8,4L0,7.2z", fill: colours[name][2]}));
       defs.append(marker);
     }
