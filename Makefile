@@ -20,7 +20,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-zoo lint types bench-compile bench-casts bench-train bench-dump pictures clean
+.PHONY: help demo test test-zoo lint types bench-compile bench-casts bench-train bench-convert bench-dump pictures clean
 
 help:
 	@echo "make demo            train a small network at every level and compare"
@@ -31,6 +31,7 @@ help:
 	@echo "make bench-compile   how long compilation takes"
 	@echo "make bench-casts     how many casts are left"
 	@echo "make bench-train     a training step beside autocast and GradScaler"
+	@echo "make bench-convert   converting a model for inference: time, memory, speed of the result"
 	@echo "make bench-dump      a BERT as an HTML page: seconds, bytes, time to open"
 	@echo "make pictures        the pictures of the README (needs Chromium)"
 	@echo "make clean           remove .venv and everything built"
@@ -66,6 +67,9 @@ bench-casts: $(READY)
 
 bench-train: $(READY)
 	@$(BIN)/python benchmarks/train_step.py $(ARGS)
+
+bench-convert: $(READY)
+	@$(BIN)/python benchmarks/convert.py $(ARGS)
 
 bench-dump: $(READY)
 	@$(BIN)/python benchmarks/dump.py $(ARGS)

@@ -30,7 +30,9 @@ from .passes import (
     accumulate_in_place,
     assign_precision,
     batch_casts,
+    fold_batch_norm,
     fold_casts,
+    fold_constants,
     freeze_parameters,
     fuse_cast_matmul,
     hoist_weight_casts,
@@ -38,8 +40,10 @@ from .passes import (
     lower_kernels,
     mark_dtype_origin,
     normalize,
+    remove_dropout,
     scale_loss,
     unscale_in_place,
+    widen_weights,
 )
 from .passes.base import Context, Pass
 from .verify import verify
@@ -52,9 +56,9 @@ STEP = (
     scale_loss.PASS, fold_casts.PASS, hoist_weight_casts.PASS, fuse_cast_matmul.PASS, lower_kernels.PASS,
     batch_casts.PASS, accumulate_in_place.PASS, unscale_in_place.PASS,
 )  # fmt: skip
-PREPARE = (normalize.PASS, mark_dtype_origin.PASS)
+PREPARE = (normalize.PASS, mark_dtype_origin.PASS, remove_dropout.PASS, fold_constants.PASS, fold_batch_norm.PASS)
 CONVERT = (assign_precision.PASS, insert_casts.PASS, freeze_parameters.PASS, fold_casts.PASS)
-RUN_CONVERTED = (fold_casts.PASS, fuse_cast_matmul.PASS, lower_kernels.PASS)
+RUN_CONVERTED = (widen_weights.PASS, fold_casts.PASS, fuse_cast_matmul.PASS, lower_kernels.PASS)
 WEIGHTS = (batch_casts.PASS,)  # on the graph that makes the low copies of weights, once an update
 
 ALL = {p.name: p for p in (*FORWARD, *JOINT, *INFERENCE, *STEP, *PREPARE, *CONVERT, *RUN_CONVERTED)}

@@ -307,20 +307,22 @@ def _frozen(gm: fx.GraphModule, ctx: Any, where: str) -> None:
     """No rounding of a weight is left to run time, but for those that the low dtype cannot hold."""
     if ctx.weights is None:
         return
-    outputs = g.output_nodes(gm.graph)
+    outputs = {n for n in pytree.tree_leaves(next(iter(reversed(gm.graph.nodes))).args) if isinstance(n, fx.Node)}
     for node in ctx.weights.fixed(gm.graph):
         if ctx.weights[node].path in ctx.weights.kept:
             continue
         for user in _moved(node):
-            if g.is_float_cast(user) and g.cast_dtype(user) in g.LOW_DTYPES and user not in outputs:
+            if g.is_float_cast(user) and g.cast_dtype(user) in g.LOW_DTYPES and not (
+                user in outputs or any(reader in outputs for reader in _moved(user))
+            ):
                 _fail(where, user, f"rounds the weight {ctx.weights[node].path} each time.")
 
 
 def _moved(node: fx.Node) -> Iterator[fx.Node]:
-    """What reads a weight, also behind ops that only move its values."""
+    """What reads a weight, also behind ops that only move its values and take nothing else."""
     for user in node.users:
         yield user
-        if moves(user):
+        if moves(user) and len(user.all_input_nodes) == 1:
             yield from _moved(user)
 
 
@@ -331,7 +333,6 @@ CHECKS: Mapping[str, Callable[[fx.GraphModule, Any, str], None]] = {
     "assigned": _assigned,
     "cast": _cast,
     "frozen": _frozen,
-    "prepared": _normalized,
     "functional": _functional,
     "eager": _eager,
     "accumulating": _eager,

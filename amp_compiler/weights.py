@@ -42,13 +42,14 @@ def _gone() -> torch.Tensor:
 
 
 class Weights:
-    """The weights of one graph by the name of their input. ``stored``: for each input that there was at first, the name
-    of the input that holds its values now, which may be rounded."""
+    """The weights of one graph by the name of their input. ``stored``: for an input that is gone, the name of the one
+    that holds its values, rounded."""
 
     def __init__(self, known: Mapping[str, Weight]) -> None:
         self._known = dict(known)
+        self.store_low = True  # whether ``freeze_parameters`` will run
         self.kept: dict[str, str] = {}  # path -> why, of weights that the low dtype cannot hold
-        self.stored: dict[str, str] = {name: name for name in known}
+        self.stored: dict[str, str] = {}
 
     def names_only(self) -> Weights:
         """The names of these weights without their values, for another graph with inputs of the same names."""

@@ -19,11 +19,11 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from common import DTYPES, NineLayers, console, interleave, print_header, print_table, spread, write_results
-from networks import ResidualBlock
 from torch import Tensor, nn
 from train_step import LossFn, Problem, by_hand, make_optimizer, ours
 
 from amp_compiler import amp_compile
+from networks import ResidualBlock
 
 SAMPLE_SECONDS = 0.1  # a sample is as many runs as fill this
 SIZE = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 512}

@@ -12,13 +12,14 @@ For each node, the first rule that applies:
 6. everything in it is low already: kept
 7. the code takes another way in the low dtype, as the twin trace shows: fp32
 8. the author cast what it computes with to fp32: fp32 (a LOW op only if that is true of all its operands)
-9. the policy's class of the op at the level (DESIGN §3), unless a constant does not fit the low dtype;
+9. at O2 and O3 in a conversion, a lookup in a parameter: low, as the parameter is stored
+10. the policy's class of the op at the level (DESIGN §3), unless a constant does not fit the low dtype;
    a FOLLOW op that answers (a comparison, an argmax, a sort with its indices) takes the widest of its inputs
    at every level, because rounding them could only change the answer
 
 A number that is the limit of its dtype (``torch.finfo(x.dtype).min``) becomes the low dtype's own limit where the
 op is low, or where it would else turn into an inf or a 0 further on.
-With ``Policy.torch`` the lists and rules of torch.autocast replace 2 to 9.
+With ``Policy.torch`` the lists and rules of torch.autocast replace 2 to 10.
 Requires: normalized. Ensures: assigned. A second run changes nothing.
 """
 
@@ -53,6 +54,8 @@ CASTS = ("to", "_to_copy", "type_as", "prims::convert_element_type")
 FILLS = ("zeros", "ones", "full", "empty", "eye", "scalar_tensor", "empty_strided")
 #: ops that make a tensor of one value, in the dtype of their input
 LIKE_FILLS = ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty")
+#: ops that look up rows of a table
+LOOKUPS = ("embedding", "index_select", "index")
 #: views that mean another thing in another dtype
 DTYPE_VIEWS = ("view.dtype", "view_as_complex", "view_as_real", "imag")
 #: in-place arithmetic that computes in the promoted dtype and rounds once into self
@@ -329,7 +332,7 @@ class _Assign:
                 return decisions.as_it_comes(node, "makes a tensor like another, in its dtype", "creation", choice)
             rule = "creation" if name in LIKE_FILLS else choice.rule
             return decisions.as_traced(node, choice.reason, rule, choice)
-        if g.all_args(node).get("sparse") is True:
+        if g.all_args(node).get("sparse") is True and self.ctx.weights is None:
             reason = "its gradient is sparse, and no cast takes a sparse gradient"
             return decisions.as_traced(node, reason, "untouched", choice)
         if decisions.names_dtype(node):
@@ -355,6 +358,9 @@ class _Assign:
         if unsure:
             return decisions.cast(node, torch.float32, f"kept in fp32: {unsure}", "unsure", choice)
         if choice.cls is OpClass.EXACT:
+            if name in LOOKUPS and self.is_stored_low(floats):
+                reason = f"a lookup in a weight, which {self.policy.level} stores in {dtype_name(low)}"
+                return self.checked(node, name, low, reason, "stored_low", choice, floats)
             return self.exact(node, floats, choice)
         named = g.all_args(node)
         condition = self.policy.condition_for(name, named)
@@ -362,6 +368,13 @@ class _Assign:
             reason = f"conditional rule: {condition.op} with {condition.argument}={named[condition.argument]!r}"
             return decisions.cast(node, torch.float32, reason, "conditional", choice)
         return self.by_class(node, name, floats, choice, low)
+
+    def is_stored_low(self, floats: list[tuple[str, fx.Node]]) -> bool:
+        """Whether all of ``floats`` are parameters of a conversion that stores what it can in the low dtype."""
+        weights = self.ctx.weights
+        if weights is None or not weights.store_low or self.policy.level not in ("O2", "O3"):
+            return False
+        return all(a in weights and weights[a].kind == "parameter" and a not in self.memory.written for _, a in floats)
 
     def by_class(
         self, node: fx.Node, name: str, floats: list[tuple[str, fx.Node]], choice: Choice, low: torch.dtype

@@ -2,8 +2,10 @@
 
 1. ``linear(x, cast(w: f32, bf16))``, nothing else reads ``w``  →  ``linear(x, w: bf16)``: stored low
 2. ``linear(x, cast(w, bf16)), exp(w)``  →  ``linear(x, w_bf16), exp(w)``: stored twice, each once, however many readers
-3. ``cast(embedding(w, ids), bf16)``  →  ``embedding(w: bf16, ids)``: an op that only moves or selects values of a
-   weight stands between it and the rounding, which commutes with it; readers of the fp32 result keep it, as in rule 2
+3. ``cast(t(w), bf16)``  →  ``t(w: bf16)``, ``cast(embedding(w, ids), bf16)``  →  ``embedding(w: bf16, ids)``: an op
+   that only moves or selects values of a weight stands between it and the rounding, and commutes with it. If something
+   reads the weight in fp32 too, ``t(w)`` is as in rule 2, and what was looked up is rounded when the model runs, which
+   costs less than a second table
 4. a weight that the low dtype turns to inf, or all of it to 0, stays fp32 with its cast, and is reported
 5. a weight that nothing reads is not stored
 
@@ -48,7 +50,7 @@ def _rounded(make: Callable[[], torch.Tensor], low: torch.dtype) -> torch.Tensor
 class _Freeze:
     def __init__(self, graph: fx.Graph, weights: Weights) -> None:
         self.graph, self.weights = graph, weights
-        self.untouched = g.written_nodes(graph) | g.output_nodes(graph)
+        self.written, self.memory = g.written_nodes(graph), g.alias_classes(graph)
 
     def weight(self, node: fx.Node) -> bool:
         wanted = self.wanted(node)
@@ -62,13 +64,13 @@ class _Freeze:
                 fitting.add(low)
             else:
                 self.weights.keep(node, peak, low)
-        make = self.weights[node].make
+        make, modified = self.weights[node].make, False
         if wanted == fitting and len(fitting) == 1:
             (low,) = fitting
             self.weights.change(node, partial(_rounded, make, low), low)
             self.now_low(node, low)
             return True
-        for low in sorted(fitting, key=str):
+        for low in sorted(fitting & self.wanted(node, constant=True), key=str):
             rounded = self.weights.add(
                 self.graph, node, DTYPE_NAMES[low], partial(_rounded, make, low), g.retype(node.meta["val"], low),
                 rounded=True,
@@ -76,22 +78,38 @@ class _Freeze:
             self.read_low(node, rounded, low)
             if None not in wanted:
                 self.weights.stored[node.name] = rounded.name
-        return bool(fitting)
+            modified = True
+        return modified
 
     def is_rounding(self, node: fx.Node) -> bool:
-        return g.is_float_cast(node) and g.cast_dtype(node) in g.LOW_DTYPES and node not in self.untouched
+        return g.is_float_cast(node) and g.cast_dtype(node) in g.LOW_DTYPES and self.is_inner(node)
 
     def passes_on(self, node: fx.Node) -> bool:
-        return moves(node) and node not in self.untouched
+        return moves(node) and self.is_inner(node)
 
-    def wanted(self, node: fx.Node) -> set[torch.dtype | None]:
-        """The low dtypes that readers of a weight round it to; None stands for a reader that takes it as it is."""
+    def is_inner(self, node: fx.Node) -> bool:
+        """True unless a value, or a view of it, is given to the caller or written to."""
+        if node in self.written:
+            return False
+        todo = [node]
+        while todo:
+            for user in todo.pop().users:
+                if user.op == "output":
+                    return False
+                if self.memory.get(user, -1) == self.memory.get(node):
+                    todo.append(user)
+        return True
+
+    def wanted(self, node: fx.Node, constant: bool = False) -> set[torch.dtype | None]:
+        """The low dtypes that readers of a weight round it to; None stands for a reader that takes it as it is.
+        ``constant``: leave out what depends on an input of the model as well, such as a lookup."""
         found: set[torch.dtype | None] = set()
         for user in node.users:
             if self.is_rounding(user):
                 found.add(g.cast_dtype(user))
             elif self.passes_on(user):
-                found |= self.wanted(user)
+                if not constant or len(user.all_input_nodes) == 1:
+                    found |= self.wanted(user, constant)
             else:
                 found.add(None)
         return found
@@ -114,7 +132,7 @@ class _Freeze:
             if self.is_rounding(user) and g.cast_dtype(user) is low:
                 user.replace_all_uses_with(rounded)
                 self.graph.erase_node(user)
-            elif self.passes_on(user) and low in self.wanted(user):
+            elif self.passes_on(user) and len(user.all_input_nodes) == 1 and low in self.wanted(user):
                 with self.graph.inserting_before(user):
                     again = self.graph.node_copy(user, lambda n: rounded if n is node else n)
                 again.meta = {**user.meta, "val": g.retype(user.meta["val"], low)}

@@ -50,14 +50,16 @@ def capture_export(
     dynamic_shapes: Any = None,
     *,
     low: torch.dtype | None = None,
+    inference: bool = False,
 ) -> Exported:
     """Export a module to pre-dispatch ATen, each node with its module path and source line.
 
     Parameters and buffers are the first inputs of the graph. With ``low``, the forward runs a second time, on a copy
-    that shares the tensors, to make the graph's twin in that dtype (see ``twin.py``).
+    that shares the tensors, to make the graph's twin in that dtype (see ``twin.py``). With ``inference``, regions that
+    only switch gradients on or off are no nodes of their own.
     """
     try:
-        program = _export(model, args, kwargs, dynamic_shapes)
+        program = _export(model, args, kwargs, dynamic_shapes, inference)
     except Exception as error:
         raise CaptureError(
             f"{type(model).__name__} cannot be exported: {_first_line(error)} "
@@ -69,7 +71,7 @@ def capture_export(
     try:
         with low_trace(low), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they were given when the program was made
-            twin = _export(sharing_copy(model), args, kwargs, dynamic_shapes).graph_module
+            twin = _export(sharing_copy(model), args, kwargs, dynamic_shapes, inference).graph_module
     except Exception as error:
         return Exported(program, None, f"{type(error).__name__}: {_first_line(error)}")
     assert isinstance(twin, fx.GraphModule)
@@ -98,10 +100,13 @@ def _name_state(program: torch.export.ExportedProgram, parameters: Mapping[str, 
 
 
 def _export(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, dynamic_shapes: Any
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, dynamic_shapes: Any, inference: bool
 ) -> torch.export.ExportedProgram:
     with torch.fx.traceback.preserve_node_meta(), capture_settings(), torch._C._DisableAutocast():
         program = torch.export.export(model, args, dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False)
+    if inference:
+        assert isinstance(program.graph_module, fx.GraphModule)
+        _inline_grad_regions(program.graph_module)
     modules = {id(m): name for name, m in model.named_modules()}
     _annotate(program, modules, dict(model.named_buffers(remove_duplicate=False)))
     return program
@@ -175,6 +180,35 @@ def _inline_regions(gm: fx.GraphModule) -> bool:
     if found:
         gm.recompile()
     return found
+
+
+def _inline_grad_regions(gm: fx.GraphModule) -> None:
+    """``wrap_with_set_grad_enabled(enabled, body, *args)`` → the body's nodes."""
+    for node in list(gm.graph.nodes):
+        if not g.is_higher_order(node):
+            continue
+        bodies = [inner for _, inner in g.subgraphs(gm, node)]
+        for inner in bodies:
+            _inline_grad_regions(inner)
+        if g.op_name(node) != "higher_order::wrap_with_set_grad_enabled":
+            continue
+        _, holder, *given = node.args
+        (body,) = bodies
+        places = [n for n in body.graph.nodes if n.op == "placeholder"]
+        values: dict[fx.Node, Any] = dict(zip(places, given, strict=True))
+        for name, held in (*body.named_buffers(recurse=False), *body.named_children()):
+            setattr(gm, _free_name(gm, name), held)
+        with gm.graph.inserting_before(node):
+            results = gm.graph.graph_copy(body.graph, values)
+        flat = list(results) if isinstance(results, (tuple, list)) else [results]
+        for user in list(node.users):
+            assert g.is_getitem(user), "wrap_with_set_grad_enabled gives a tuple"
+            user.replace_all_uses_with(flat[user.args[1]])
+            gm.graph.erase_node(user)
+        gm.graph.erase_node(node)
+        if isinstance(holder, fx.Node) and not holder.users:
+            gm.graph.erase_node(holder)
+    gm.recompile()
 
 
 class _Repropagate(fx.Interpreter):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -147,7 +148,7 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     graph.output(result).meta = dict(last.meta)
     holder = nn.Module()
     for old, new in zip(gm.graph.nodes, graph.nodes, strict=True):
-        new.meta = dict(old.meta)
+        new.meta, new.name = dict(old.meta), old.name  # fx would rename what is called as a builtin is
         if old.op == "get_attr":
             held = getattr(gm, str(old.target))
             setattr(holder, str(old.target), copy_graph(held) if isinstance(held, fx.GraphModule) else held)
@@ -195,7 +196,8 @@ def functional(program: ExportedProgram) -> ExportedProgram:
     aten = torch.ops.aten
     composites = [getattr(getattr(aten, name), overload) for name, overload in COMPOSITES]
     table = {op: _get_decomp_for_cia(op) for op in composites}
-    with torch._C._DisableAutocast(), torch.no_grad():
+    with torch._C._DisableAutocast(), torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)  # torch copies its own tree specs
         return program.run_decompositions(table)
 
 

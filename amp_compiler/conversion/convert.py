@@ -70,8 +70,9 @@ def convert_model(
     start = time.perf_counter()
     with _as_eval(model):
         low = None if chosen.level == "O0" or "mark_dtype_origin" in disabled else chosen.low
-        captured = capture_export(model, args, kwargs, dynamic_shapes, low=low)
+        captured = capture_export(model, args, kwargs, dynamic_shapes, low=low, inference=True)
     gm, weights = captured.graph, weights_of(captured.program)
+    weights.store_low = "freeze_parameters" not in disabled
     ctx = Context(chosen, keep_io_dtypes, marked_modules(modules_of(model)), captured.twin, weights=weights)
     if captured.twin_failed:
         ctx.notes.append(
@@ -94,19 +95,19 @@ def _finished(
 ) -> ConvertedModel:  # fmt: skip
     gm, weights, policy = captured.graph, ctx.weights, ctx.policy
     assert weights is not None
-    rows, casts = graph_rows(gm, 0), cast_totals(gm)
+    rows = graph_rows(gm, 0)
     example = captured.program.example_inputs
     if not ctx.keep_output_dtypes:
         example = _take_low_inputs(gm, weights, captured, example)
     stored_bytes = _stored_bytes(gm.graph, weights)
     inputs = {n.name: n for n in gm.graph.nodes if n.op == "placeholder"}
     rounded = tuple(
-        weights[inputs[now]].path for name, now in weights.stored.items()
-        if now in inputs and inputs[now].meta["val"].dtype in g.LOW_DTYPES and original.is_fp32(name)
+        path for name, path in original.fp32_weights()
+        if inputs[weights.stored.get(name, name)].meta["val"].dtype in g.LOW_DTYPES
     )  # fmt: skip
     notes = [f"{path} stays in float32: {why}" for path, why in weights.kept.items()]
     notes.append(f"weights: {fp32_bytes:,} bytes in fp32, {stored_bytes:,} bytes stored")
-    report = build_report(rows, [casts], level=policy.level, dtype=policy.low, notes=(*ctx.notes, *notes))
+    report = build_report(rows, [cast_totals(gm)], level=policy.level, dtype=policy.low, notes=(*ctx.notes, *notes))
     for note in ctx.notes:
         warnings.warn(f"amp_compiler: {note}.", AmpWarning, stacklevel=users_frame())
     details = Details(

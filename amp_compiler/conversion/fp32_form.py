@@ -21,9 +21,10 @@ class Fp32Form:
         self._frame, self._graph, self._weights = frame, graph, weights
         self.stored: dict[str, str] = {}
 
-    def is_fp32(self, name: str) -> bool:
-        """Whether the weight behind an input is fp32 in this form."""
-        return any(n.name == name and n.meta["val"].dtype is torch.float32 for n in self._graph.graph.nodes)
+    def fp32_weights(self) -> list[tuple[str, str]]:
+        """(input, path) of each weight that is fp32 in this form."""
+        found = [n for n in self._graph.graph.nodes if n in self._weights]
+        return [(n.name, self._weights[n].path) for n in found if n.meta["val"].dtype is torch.float32]
 
     def with_values_of(self, converted: ExportedProgram, out_spec: Any) -> ExportedProgram:
         """The fp32 program, with the values that the converted one holds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 import warnings
@@ -9,26 +10,35 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import fx
+from torch.export import ExportedProgram
 
+from .. import graph as g
+from ..capture.program import Frame, copy_graph, rebuild, weights_of
 from ..errors import ArchiveError
+from ..weights import Weight
 
 if TYPE_CHECKING:
     from .converted import ConvertedModel
+
+aten = torch.ops.aten
+#: ops that torch runs on low values with fp32 weights and statistics, and ONNX on one dtype only
+NORMS = ("layer_norm", "batch_norm", "group_norm", "instance_norm", "rms_norm")
 
 
 def to_onnx(converted: ConvertedModel, path: str | os.PathLike[str]) -> None:
     """Write ``converted`` to ``path``, weights as initializers in the precision in which they are stored."""
     target = Path(path)
     if not target.name or target.is_dir():
-        raise ArchiveError(f"The model cannot be written to {str(path)!r}: give the path of a file, such as model.onnx.")
+        raise ArchiveError(f"ONNX cannot be written to {str(path)!r}: give the path of a file, such as model.onnx.")
     try:
         import onnxscript  # noqa: F401
     except ImportError as error:
-        raise ArchiveError("ONNX needs two more packages: pip install onnx onnxscript.") from error
+        raise ArchiveError("ONNX needs more packages: pip install 'amp-compiler[onnx]'.") from error
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _quiet():
             warnings.simplefilter("ignore")  # torch's exporter warns of its own future
-            program = torch.onnx.export(converted.exported_program, dynamo=True, verbose=False)
+            program = torch.onnx.export(_one_dtype_norms(converted.exported_program), dynamo=True, verbose=False)
         assert program is not None
         with tempfile.TemporaryDirectory(prefix=".amp-", dir=target.parent) as scratch:
             program.save(Path(scratch, target.name))  # weights of more than 2 GB go into a second file
@@ -36,3 +46,57 @@ def to_onnx(converted: ConvertedModel, path: str | os.PathLike[str]) -> None:
                 os.replace(made, target.with_name(made.name))
     except OSError as error:
         raise ArchiveError(f"The model could not be written to {target}: {error.strerror or error}.") from error
+    except torch.onnx.errors.OnnxExporterError as error:
+        first = str(error).strip().splitlines()[0]
+        raise ArchiveError(f"torch's ONNX exporter cannot take this model: {first} Use save() instead.") from error
+
+
+class _quiet:
+    """The exporter logs each package that it could use and does not find."""
+
+    def __enter__(self) -> None:
+        self._log = logging.getLogger("torch.onnx._internal.exporter._registration")
+        self._level = self._log.level
+        self._log.setLevel(logging.ERROR)
+
+    def __exit__(self, *error: object) -> None:
+        self._log.setLevel(self._level)
+
+
+def _one_dtype_norms(program: ExportedProgram) -> ExportedProgram:
+    """``layer_norm(x: bf16, w: f32)`` → ``cast(layer_norm(cast(x, f32), w), bf16)``: as torch's kernel does inside."""
+    assert isinstance(program.graph_module, fx.GraphModule)
+    gm, weights = copy_graph(program.graph_module), weights_of(program)
+    found = [n for n in gm.graph.nodes if n.op == "call_function" and g.op_name(n) in NORMS and _is_mixed(n)]
+    if not found:
+        return program
+    for node in found:
+        _in_fp32(gm.graph, node)
+
+    def make(node: fx.Node, weight: Weight) -> torch.Tensor:
+        return weight.make().detach()
+
+    return rebuild(Frame.of(program), gm.graph, make, weights)
+
+
+def _is_mixed(node: fx.Node) -> bool:
+    dtypes = {a.meta["val"].dtype for _, a in g.tensor_args(node)}
+    return torch.float32 in dtypes and bool(dtypes & set(g.LOW_DTYPES))
+
+
+def _in_fp32(graph: fx.Graph, node: fx.Node) -> None:
+    value = g.tensor_of(node)
+    assert value is not None
+    for _, arg in g.tensor_args(node):
+        if arg.meta["val"].dtype in g.LOW_DTYPES:
+            with graph.inserting_before(node):
+                wide = graph.call_function(aten.to.dtype, (arg, torch.float32))
+            wide.meta = {**node.meta, "val": g.retype(arg.meta["val"], torch.float32)}
+            node.replace_input_with(arg, wide)
+    node.meta["val"] = g.retype(value, torch.float32)
+    readers = list(node.users)
+    with graph.inserting_after(node):
+        low = graph.call_function(aten.to.dtype, (node, value.dtype))
+    low.meta = {**node.meta, "val": value}
+    for user in readers:
+        user.replace_input_with(node, low)

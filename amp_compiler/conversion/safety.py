@@ -61,6 +61,8 @@ _GUARD_METHODS = ("size", "stride", "storage_offset", "item", "floor", "ceil", "
 
 def check_members(archive: zipfile.ZipFile, wanted: tuple[str, ...]) -> dict[str, str]:
     """Refuse an archive with members of other kinds or pickled tensors; give back the texts of ours."""
+    if min((member.header_offset for member in archive.infolist()), default=1) != 0 or archive.comment:
+        raise zipfile.BadZipFile("its list of members is not its own")
     names = archive.namelist()
     roots = {name.split("/", 1)[0] for name in names}
     if len(roots) > 1 or len(set(names)) != len(names):
@@ -93,7 +95,7 @@ def check_program(text: str | bytes) -> None:
             raise Unsafe(f"{value!r} is no path of a weight")
     for node in _nodes(program):
         if not _is_op(str(node.get("target", ""))):
-            raise Unsafe(f"a node calls {node.get('target')!r}")
+            raise Unsafe(f"a node calls {node.get('target')!r}, which is no op that torch or an imported package has")
     for guard in program.get("guards_code", ()):
         _check_guard(str(guard))
     for entry in program.get("graph_module", {}).get("module_call_graph", ()):
@@ -105,9 +107,14 @@ def check_program(text: str | bytes) -> None:
 
 def _is_op(target: str) -> bool:
     found = _OP.fullmatch(target)
-    if found:
-        return found[1] not in dir(type(torch.ops)) and "__" not in target
-    return target in _FUNCTIONS
+    if not found:
+        return target in _FUNCTIONS
+    if found[1] in dir(type(torch.ops)) or found[1].startswith("__"):
+        return False
+    op = getattr(getattr(torch.ops, found[1]), found[2], None)
+    if found[3] is None:
+        return isinstance(op, torch._ops.HigherOrderOperator)
+    return isinstance(op, torch._ops.OpOverloadPacket) and found[3][1:] in op.overloads()
 
 
 def _check_expression(text: str) -> None:

@@ -1,0 +1,41 @@
+"""remove_dropout: dropout that does nothing goes away.
+
+``dropout(x, 0.5, False)``  →  ``x``; likewise ``alpha_dropout``, ``feature_dropout`` and their in-place forms, in eval
+mode or with a probability of 0. torch gives back ``x`` itself there, so nothing can tell the difference.
+
+Dropout that the model's code asks for at inference (``F.dropout(x, training=True)``) stays.
+Requires: normalized. Ensures: normalized. A second run changes nothing.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from amp_compiler import graph as g
+
+from .base import Context, Dialect, Pass
+
+OPS = frozenset(f"{kind}dropout{end}" for kind in ("", "feature_", "alpha_", "feature_alpha_") for end in ("", "_"))
+
+
+def run(gm: fx.GraphModule, ctx: Context) -> bool:
+    modified = False
+    for _, inner in g.all_graphs(gm):
+        found = [n for n in inner.graph.nodes if n.op == "call_function" and g.op_name(n) in OPS and _is_idle(n)]
+        for node in found:
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            node.replace_all_uses_with(source)
+            inner.graph.erase_node(node)
+        if found:
+            inner.recompile()
+            modified = True
+    return modified
+
+
+def _is_idle(node: fx.Node) -> bool:
+    named = g.all_args(node)
+    return named.get("train") is False or named.get("p") == 0
+
+
+PASS = Pass("remove_dropout", Dialect.PRE_DISPATCH, requires=("normalized",), ensures=("normalized",), run=run)
