@@ -92,7 +92,8 @@ class Report:
         if data.pop("schema", SCHEMA_VERSION) != SCHEMA_VERSION:
             raise ValueError(f"a report of another schema than {SCHEMA_VERSION}")
         rows = tuple(Row(**row) for row in data.pop("rows"))
-        return cls(rows, **{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+        known: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+        return cls(rows, **known)
 
     def __str__(self) -> str:
         if not self.rows and not self.not_captured:

@@ -8,6 +8,7 @@ The page is opened in headless Chromium, where there is one; the time is until i
 from __future__ import annotations
 
 import argparse
+import resource
 import statistics
 import subprocess
 import sys
@@ -37,10 +38,13 @@ torch.export.export(model.eval(), args, strict=False)
 """
 
 
-def seconds(command: list[str], folder: Path) -> float:
-    start = time.perf_counter()
+def measured(command: list[str], folder: Path) -> tuple[float, float]:
+    """Seconds on the clock and on the processors; the second is what a machine without other work would need."""
+    start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    return time.perf_counter() - start
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return time.perf_counter() - start, spent
 
 
 def opened(page: Path, rounds: int) -> tuple[list[float], list[float]]:
@@ -67,31 +71,36 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "model.py").write_text(MODEL.format(layers=args.layers))
-        times: dict[str, list[float]] = {graph: [] for graph in args.graph}
-        peer: list[float] = []
+        times: dict[str, list[tuple[float, float]]] = {graph: [] for graph in args.graph}
+        peer: list[tuple[float, float]] = []
         for _ in range(args.rounds):
-            peer.append(seconds([sys.executable, "-c", PEER], folder))
+            peer.append(measured([sys.executable, "-c", PEER], folder))
             for graph in args.graph:
                 command = [sys.executable, "-m", "amp_compiler", "dump", "model.py:make", "--graph", graph]
-                times[graph].append(seconds([*command, "--format", "html", "-o", f"{graph}.html"], folder))
+                times[graph].append(measured([*command, "--format", "html", "-o", f"{graph}.html"], folder))
         for graph in args.graph:
             page = folder / f"{graph}.html"
-            row = {"graph": graph, "seconds": times[graph], "export_alone": peer, "bytes": page.stat().st_size}
+            row = {
+                "graph": graph, "bytes": page.stat().st_size,
+                "seconds": [clock for clock, _ in times[graph]], "cpu_seconds": [spent for _, spent in times[graph]],
+                "export_alone": [clock for clock, _ in peer], "export_alone_cpu": [spent for _, spent in peer],
+            }  # fmt: skip
             if find_chromium() is not None:
                 row["drawn"], row["whole"] = opened(page, args.rounds)
             rows.append(row)
-    columns = ["graph", "dump, ms", "torch.export alone, ms", "page, MB", "drawn, ms", "all modules opened, ms"]
+    columns = ["graph", "dump, ms", "CPU, ms", "torch.export alone", "CPU", "page, MB", "drawn, ms", "all opened, ms"]
 
     def shown(row: dict[str, object], key: str) -> str:
         found = row.get(key)
         return spread(found) if isinstance(found, list) else "no Chromium"
 
+    keys = ("seconds", "cpu_seconds", "export_alone", "export_alone_cpu")
     print_table(
         f"Median of {args.rounds} (range), whole processes", columns,
-        [(r["graph"], spread(r["seconds"]), spread(r["export_alone"]), f"{r['bytes'] / 1e6:.2f}", shown(r, "drawn"),
-          shown(r, "whole")) for r in rows],
+        [(r["graph"], *(shown(r, k) for k in keys), f"{r['bytes'] / 1e6:.2f}", shown(r, "drawn"), shown(r, "whole"))
+         for r in rows],
     )  # fmt: skip
-    if any(statistics.median(r["seconds"]) > 20 or r["bytes"] > 3e6 for r in rows):
+    if any(statistics.median(r["cpu_seconds"]) > 20 or r["bytes"] > 3e6 for r in rows):
         console.print("Over the aim of 20 s or 3 MB.")
     write_results("dump", facts, rows)
 

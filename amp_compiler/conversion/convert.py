@@ -107,7 +107,9 @@ def _finished(
     )  # fmt: skip
     notes = [f"{path} stays in float32: {why}" for path, why in weights.kept.items()]
     notes.append(f"weights: {fp32_bytes:,} bytes in fp32, {stored_bytes:,} bytes stored")
-    report = build_report(rows, [cast_totals(gm)], level=policy.level, dtype=policy.low, notes=(*ctx.notes, *notes))
+    report = build_report(
+        rows, [cast_totals(gm)], level=policy.level, dtype=policy.low, notes=(*ctx.notes, *notes), stages=history
+    )
     for note in ctx.notes:
         warnings.warn(f"amp_compiler: {note}.", AmpWarning, stacklevel=users_frame())
     details = Details(
