@@ -8,6 +8,7 @@ and functional ATen, which AOTAutograd gives back. A cast is spelled ``aten.to.d
 from __future__ import annotations
 
 import enum
+import functools
 import operator
 import os
 import re
@@ -552,7 +553,11 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<where>\
 
 def source_line(node: fx.Node) -> str:
     """``file.py:12 in forward: self.fc(x)`` for the innermost user frame, or ''."""
-    trace = node.meta.get("stack_trace") or ""
+    return _innermost(node.meta.get("stack_trace") or "")
+
+
+@functools.lru_cache(maxsize=4096)  # asked for at each stage of a graph, and the ops of a line share their trace
+def _innermost(trace: str) -> str:
     frames = _FRAME.findall(trace)
     if not frames:
         return ""

@@ -239,6 +239,8 @@ class _Taker:
                 self.by_sequence.setdefault(number, name)
         elif number is not None and number in self.by_sequence:
             name = self.by_sequence[number]
+        elif g.op_name(node).startswith(("amp::unscale", "amp::all_finite")):
+            name = ""  # of all gradients at once
         elif name not in self.known:
             name = next((self.origins[n] for n in node.all_input_nodes if self.origins.get(n)), "")
         self.origins[node] = name

@@ -222,12 +222,14 @@ const Layout = (() => {
         wanted.push([numbers.get(a), numbers.get(b), 100]);
       }
     }
-    const readers = new Map(), drawn = new Set();
-    for (const {a} of edges.values()) readers.set(a, (readers.get(a) || 0) + 1);
+    const readers = new Map(), drawn = new Set();  // by value: in how many places it is read, and which have a line
+    const values = lines => new Set([...lines.values()].flatMap(line => line.names));
+    for (const {lines} of edges.values()) for (const name of values(lines)) readers.set(name, (readers.get(name) || 0) + 1);
     for (const [key, {a, b, lines}] of edges) {
       // a value that many read (a mask in every layer) has one line; the others get a stub
-      if (readers.get(a) > MANY && drawn.has(a) && !outs.has(b)) continue;
-      drawn.add(a);
+      const names = [...values(lines)];
+      if (!outs.has(b) && names.every(name => readers.get(name) > MANY && drawn.has(name))) continue;
+      names.forEach(name => drawn.add(name));
       order.set(key, wanted.length);
       wanted.push([numbers.get(a), numbers.get(b), 1 + Math.min(lines.size, 3)]);
     }
