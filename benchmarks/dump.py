@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from common import console, print_header, print_table, spread, write_results
+from common import console, print_header, print_table, write_results
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from chromium import Chromium, find_chromium
@@ -88,11 +88,13 @@ def main() -> None:
             if find_chromium() is not None:
                 row["drawn"], row["whole"] = opened(page, args.rounds)
             rows.append(row)
-    columns = ["graph", "dump, ms", "CPU, ms", "torch.export alone", "CPU", "page, MB", "drawn, ms", "all opened, ms"]
+    columns = ["graph", "dump, s", "CPU, s", "torch.export alone, s", "CPU, s", "page, MB", "drawn, s", "all opened, s"]
 
     def shown(row: dict[str, object], key: str) -> str:
         found = row.get(key)
-        return spread(found) if isinstance(found, list) else "no Chromium"
+        if not isinstance(found, list):
+            return "no Chromium"
+        return f"{statistics.median(found):.1f} ({min(found):.1f} to {max(found):.1f})"
 
     keys = ("seconds", "cpu_seconds", "export_alone", "export_alone_cpu")
     print_table(
