@@ -21,6 +21,9 @@ PIPELINES = {
     "joint": "on forward and backward together, after autodiff",
     "inference": "on the functional graph where no gradient is needed",
     "step": "on a whole training step, loss scaling included",
+    "prepare": "on an exported model that is converted, before its precision is decided",
+    "convert": "then, up to what is saved",
+    "run_converted": "on a converted model, in memory",
 }
 
 
