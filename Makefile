@@ -21,7 +21,7 @@ SHELL := bash
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help demo test test-zoo lint types bench-compile bench-casts bench-train bench-speed bench-kernels \
-	bench-convert clean
+	bench-convert bench-dump pictures clean
 
 help:
 	@echo "make demo            train a small network at every level and compare"
@@ -35,6 +35,8 @@ help:
 	@echo "make bench-speed     training and inference beside fp32 and autocast, four networks"
 	@echo "make bench-kernels   kernels op by op, beside torch's"
 	@echo "make bench-convert   converting a model for inference: time, memory, speed of the result"
+	@echo "make bench-dump      a BERT as an HTML page: seconds, bytes, time to open"
+	@echo "make pictures        the pictures of the README (needs Chromium)"
 	@echo "make clean           remove .venv and everything built"
 
 demo: $(READY)
@@ -77,6 +79,12 @@ bench-kernels: $(READY)
 
 bench-convert: $(READY)
 	@$(BIN)/python benchmarks/convert.py $(ARGS)
+
+bench-dump: $(READY)
+	@$(BIN)/python benchmarks/dump.py $(ARGS)
+
+pictures: $(READY)
+	@$(BIN)/python docs/make_pictures.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -22,6 +22,7 @@ from . import graph as g
 from . import pipeline
 from .capture import dynamo
 from .errors import AmpError, AmpWarning, BannedOpError, CaptureError
+from .logs import log
 from .passes.base import Context
 from .policy import Policy, dtype_name
 from .report import Report, Row, build_report, cast_totals, graph_rows, kernel_counts
@@ -79,10 +80,12 @@ class State:
         for reason in reasons:
             if not any(reason in known for known in self.not_captured):
                 self.not_captured.append(f"graph break: {reason}")
+                log("capture", "graph break: %s", reason)
 
     def leave(self, text: str) -> None:
         """Something runs without us: a note in the report and a warning, once each."""
         if text not in self.notes:
+            log("capture", "%s", text)
             self.notes.append(text)
             warnings.warn(f"amp_compiler: {text}", AmpWarning, stacklevel=users_frame())
 
@@ -100,6 +103,7 @@ class State:
             (row for piece in pieces for row in piece.rows), (piece.casts for piece in pieces),
             level=policy.level, dtype=policy.low, not_captured=self.not_captured, notes=notes,
             kernels=(piece.kernels for piece in pieces),
+            stages=self.history if graph is None else (),
         )  # fmt: skip
 
 
@@ -234,10 +238,8 @@ class Backend:
             self.around(gm),
         )
         verify(graph, ("captured",), ctx, "capture")
-        history = [
-            pipeline.Record("capture", time.perf_counter() - start, True, g.format_graph(graph), "forward",
-                            len(graph.graph.nodes))
-        ]  # fmt: skip
+        history = [pipeline.record("capture", time.perf_counter() - start, True, graph, "forward", [])]
+        log("capture", "Dynamo: graph %d, %d nodes", len(self.state.pieces), len(graph.graph.nodes))
         self.forward.run(graph, ctx, history, graph="forward")
         self.state.history.extend(history)
         for note in ctx.notes:

@@ -47,5 +47,9 @@ class ArchiveError(AmpError, RuntimeError):
     """A file of a converted model cannot be written or read: damaged, of something else, newer, or unsafe."""
 
 
+class DrawingError(AmpError, RuntimeError):
+    """A picture of a graph could not be made: a tool is missing or failed."""
+
+
 class AmpWarning(UserWarning):
     """Something works, but not as the user may think."""

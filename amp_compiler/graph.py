@@ -8,6 +8,7 @@ and functional ATen, which AOTAutograd gives back. A cast is spelled ``aten.to.d
 from __future__ import annotations
 
 import enum
+import functools
 import operator
 import os
 import re
@@ -45,6 +46,7 @@ LOSS = "amp_loss"  # gm.meta key: the output that is the loss, in the graph of a
 ROLE = "amp_role"  # node.meta key of the Role of an input of a joint graph; gm.meta key: those of its outputs
 RESTORED = "amp_restored"  # gm.meta key: the Roles of outputs that a skipped update must leave as they were
 WEIGHTS = "amp_weights"  # gm.meta key: the graph that makes the low copies of weights, once an update
+PATH = "amp_path"  # node.meta key on an input that is a parameter or buffer: its path in the model
 ORIGIN = "amp_origin"  # node.meta key of the Origin (see passes/mark_dtype_origin.py)
 
 
@@ -552,7 +554,11 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<where>\
 
 def source_line(node: fx.Node) -> str:
     """``file.py:12 in forward: self.fc(x)`` for the innermost user frame, or ''."""
-    trace = node.meta.get("stack_trace") or ""
+    return _innermost(node.meta.get("stack_trace") or "")
+
+
+@functools.lru_cache(maxsize=4096)  # asked for at each stage of a graph, and the ops of a line share their trace
+def _innermost(trace: str) -> str:
     frames = _FRAME.findall(trace)
     if not frames:
         return ""
@@ -563,7 +569,7 @@ def source_line(node: fx.Node) -> str:
 
 def inherit_origin(node: fx.Node, origin: fx.Node) -> None:
     """Give a new node the source line and module of the node that it was made for."""
-    for key in ("stack_trace", "nn_module_stack", "amp_module_stack", "seq_nr", "custom", REGION):
+    for key in ("stack_trace", "nn_module_stack", "amp_module_stack", "seq_nr", "from_node", "custom", REGION):
         if key in origin.meta:
             node.meta[key] = origin.meta[key]
 

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import difflib
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
 from . import graph as g
 from .errors import AmpError, ArgumentError, PipelineError
+from .logs import log, wants
 from .passes import (
     accumulate_in_place,
     assign_precision,
@@ -47,6 +48,7 @@ from .passes import (
 )
 from .passes.base import Context, Pass
 from .verify import verify
+from .view import GraphView, take_view
 
 FORWARD = (normalize.PASS, mark_dtype_origin.PASS, assign_precision.PASS, insert_casts.PASS)
 JOINT = (fold_casts.PASS, fold_views.PASS, fuse_cast_matmul.PASS, lower_kernels.PASS, batch_casts.PASS)
@@ -65,7 +67,7 @@ ALL = {p.name: p for p in (*FORWARD, *JOINT, *INFERENCE, *STEP, *PREPARE, *CONVE
 
 @dataclass(frozen=True)
 class Record:
-    """One stage of one graph: what ran, how long, whether it changed anything, and the graph as text."""
+    """One stage of one graph: what ran, how long, whether it changed anything, and the graph as text and as values."""
 
     name: str
     seconds: float
@@ -75,6 +77,7 @@ class Record:
     nodes: int = 0
     casts: int = 0
     note: str = ""
+    view: GraphView = field(default_factory=GraphView, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -104,11 +107,12 @@ class Pipeline:
         """Run the passes on ``gm`` in place, verify after each, and write one record a pass."""
         facts = set(self.given)
         ran: list[str] = []
+        begun = len(history)
         for step in self.passes:
             missing = [fact for fact in step.requires if fact not in facts]
             if step.name in self.switched_off or missing:
                 note = "switched off" if step.name in self.switched_off else f"left out: needs '{missing[0]}'"
-                history.append(_record(step.name, 0.0, False, gm, graph, note))
+                history.append(record(step.name, 0.0, False, gm, graph, history, note, fresh=len(history) == begun))
                 continue
             start = time.perf_counter()
             try:
@@ -120,10 +124,12 @@ class Pipeline:
                     f"Pass '{step.name}' failed on a {graph} graph after {', '.join(ran) or 'capture'}: "
                     f"{type(error).__name__}: {error}. Switch it off with disable_passes=['{step.name}'] and report it."
                 ) from error
-            verify(gm, step.ensures, ctx, step.name)
+            # a graph that did not change since it was last checked need not run on fakes again
+            verify(gm, step.ensures, ctx, step.name, deep=None if modified or len(history) == begun else False)
             facts.update(step.ensures)
             ran.append(step.name)
-            history.append(_record(step.name, time.perf_counter() - start, modified, gm, graph))
+            seconds, fresh = time.perf_counter() - start, modified or len(history) == begun
+            history.append(record(step.name, seconds, modified, gm, graph, history, fresh=fresh))
 
 
 @dataclass(frozen=True)
@@ -173,10 +179,32 @@ def check_names(names: Iterable[str]) -> list[str]:
     return given
 
 
-def _record(
-    name: str, seconds: float, modified: bool, gm: fx.GraphModule, graph: str, note: str = ""
-) -> Record:
+def record(
+    name: str, seconds: float, modified: bool, gm: fx.GraphModule, graph: str, history: Sequence[Record],
+    note: str = "", *, fresh: bool = True,
+) -> Record:  # fmt: skip
+    """What to write down of a stage. ``history``: the stages before it; where ``fresh`` is False, the last of them
+    is the same graph, and nothing changed since."""
+    if not fresh:
+        log("passes", "%s %s: %.1f ms, %s", graph, name, seconds * 1e3, note or "changed nothing")
+        return replace(history[-1], name=name, seconds=seconds, modified=modified, note=note)
+    text, last = g.format_graph(gm), history[-1] if history else None
+    if not modified and last is not None and (last.graph, last.text) == (graph, text):
+        return record(name, seconds, modified, gm, graph, history, note, fresh=False)
     graphs = [inner for _, inner in g.all_graphs(gm)]
     casts = sum(g.is_float_cast(n) for inner in graphs for n in inner.graph.nodes)
     nodes = sum(len(inner.graph.nodes) for inner in graphs)
-    return Record(name, seconds, modified, g.format_graph(gm), graph, nodes, casts, note)
+    before = None if graph == "forward" else next((r.view for r in reversed(history) if r.graph == "forward"), None)
+    made = Record(name, seconds, modified, text, graph, nodes, casts, note, take_view(gm, before))
+    log("passes", "%s %s: %.1f ms, %d nodes, %d casts", graph, name, seconds * 1e3, nodes, casts)
+    if wants("casts") and history and history[-1].graph == graph:
+        _log_casts(history[-1].view, made.view)
+    return made
+
+
+def _log_casts(before: GraphView, after: GraphView) -> None:
+    old, new = {n.name: n for n in before.casts}, {n.name: n for n in after.casts}
+    for name in [n for n in old if n not in new]:
+        log("casts", "- %s: %s of %s, %s bytes", name, old[name].value, old[name].inputs[0], old[name].nbytes)
+    for name in [n for n in new if n not in old]:
+        log("casts", "+ %s: %s of %s, %s bytes", name, new[name].value, new[name].inputs[0], new[name].nbytes)

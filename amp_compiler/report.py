@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,10 +15,9 @@ from torch import fx
 
 from . import graph as g
 from .flops import node_flops
+from .pipeline import Record
 from .policy import dtype_name
-
-SCHEMA_VERSION = 1
-OTHER = "other"  # integers, booleans, fp64: ops without a precision to choose
+from .view import precision_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,24 +66,48 @@ class Report:
     not_captured: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     kernels: tuple[Kernel, ...] = ()
+    #: the graphs after each stage, for pictures
+    stages: tuple[Record, ...] = field(default=(), repr=False, compare=False)
 
     def why(self, text: str) -> list[Row]:
         """The rows whose node, op or module contains ``text``."""
         return [r for r in self.rows if text in r.node or text in r.op or text in r.module]
 
     def to_json(self) -> str:
-        """The report as JSON: ``schema`` (its version), the fields of this class, ``rows`` as objects."""
-        return json.dumps({"schema": SCHEMA_VERSION, **asdict(self)}, indent=1)
+        """The report as JSON: ``schema`` (its version), the totals, ``rows`` as objects. The schema is the file
+        ``amp_compiler/render/schema.json``; the CLI's ``dump --format json`` adds the graph's nodes to it."""
+        from .render.json import report_text
+
+        return report_text(self)
+
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+        """One self-contained page: the graph after each pass, every op's reason, the totals. Written to ``path`` if
+        one is given; returned in any case."""
+        from .render.html import report_page
+
+        text = report_page(self)
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    def _repr_html_(self) -> str:
+        """The rows as a table, for notebooks."""
+        from .render.notebook import table
+
+        return table(self)
 
     @classmethod
     def from_json(cls, given: str | Mapping[str, Any]) -> Report:
         """A report from what ``to_json`` wrote."""
+        from .render.json import SCHEMA_VERSION
+
         data = dict(json.loads(given) if isinstance(given, str) else given)
         if data.pop("schema", SCHEMA_VERSION) != SCHEMA_VERSION:
             raise ValueError(f"a report of another schema than {SCHEMA_VERSION}")
         rows = tuple(Row(**row) for row in data.pop("rows"))
-        rest: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
-        return cls(rows, **rest)
+        kernels = tuple(Kernel(**kernel) for kernel in data.pop("kernels", ()))
+        known: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+        return cls(rows, **known, kernels=kernels)
 
     def __str__(self) -> str:
         if not self.rows and not self.not_captured:
@@ -122,16 +147,10 @@ def graph_rows(gm: fx.GraphModule, index: int) -> list[Row]:
                 continue
             rows.append(
                 Row(f"{name}.{node.name}" if name else node.name, g.op_name(node), g.module_path(node),
-                    g.source_line(node), _precision(known), known.reason, known.rule, index, node_flops(node))
+                    g.source_line(node), precision_name(known.precision), known.reason, known.rule, index,
+                    node_flops(node))
             )  # fmt: skip
     return rows
-
-
-def _precision(known: g.Decision) -> str:
-    if known.precision in g.ELIGIBLE:
-        assert known.precision is not None
-        return dtype_name(known.precision)
-    return OTHER
 
 
 def cast_totals(gm: fx.GraphModule) -> tuple[int, int]:
@@ -155,7 +174,7 @@ def kernel_counts(gm: fx.GraphModule) -> Counter[tuple[str, str]]:
 def build_report(
     rows: Iterable[Row], casts: Iterable[tuple[int, int]], *, level: str, dtype: torch.dtype,
     not_captured: Iterable[str] = (), notes: Iterable[str] = (),
-    kernels: Iterable[Counter[tuple[str, str]]] = (),
+    kernels: Iterable[Counter[tuple[str, str]]] = (), stages: Sequence[Record] = (),
 ) -> Report:  # fmt: skip
     """Add up rows and cast totals."""
     rows, casts = tuple(rows), list(casts)
@@ -165,4 +184,5 @@ def build_report(
         rows, level, dtype_name(dtype), sum(n for n, _ in casts), sum(b for _, b in casts),
         low / flops if flops else 0.0, dict(Counter(r.precision for r in rows)), tuple(not_captured), tuple(notes),
         tuple(Kernel(op, count, reason) for (op, reason), count in sorted(sum(kernels, Counter()).items())),
+        tuple(stages),
     )  # fmt: skip

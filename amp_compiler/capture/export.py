@@ -67,11 +67,7 @@ def capture_export(
             f"{type(model).__name__} cannot be exported: {_first_line(error)} "
             "Try amp_compile, which works around code that cannot be in a graph, or rewrite that line."
         ) from error
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for node in program.graph_module.graph.nodes:
-        path = program.graph_signature.inputs_to_parameters.get(node.name) if node.op == "placeholder" else None
-        if path in parameters and parameters[path].requires_grad:
-            node.meta[g.PARAMETER] = True
+    _name_state(program, dict(model.named_parameters(remove_duplicate=False)))
     if low is None or not reads.found:
         return Exported(program)
     try:
@@ -84,6 +80,27 @@ def capture_export(
     return Exported(program, twin)
 
 
+def capture_program(program: torch.export.ExportedProgram) -> Exported:
+    """A program that was exported before, as one that was exported now: the same notes on its nodes."""
+    _annotate(program, {}, dict(program.state_dict))
+    _name_state(program, dict(program.named_parameters()))
+    return Exported(program)
+
+
+def _name_state(program: torch.export.ExportedProgram, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Write on each input that is a parameter or buffer its path, and on each that needs a gradient that it does."""
+    signature = program.graph_signature
+    for node in program.graph_module.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        path: str | None = signature.inputs_to_parameters.get(node.name)
+        held = path or signature.inputs_to_buffers.get(node.name)
+        if held is not None:
+            node.meta[g.PATH] = held
+        if path is not None and path in parameters and parameters[path].requires_grad:
+            node.meta[g.PARAMETER] = True
+
+
 def _export(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, dynamic_shapes: Any, inference: bool,
     watch: contextlib.AbstractContextManager[Any] | None = None,
@@ -94,20 +111,28 @@ def _export(
     if inference:
         assert isinstance(program.graph_module, fx.GraphModule)
         _inline_grad_regions(program.graph_module)
+    modules = {id(m): name for name, m in model.named_modules()}
+    _annotate(program, modules, dict(model.named_buffers(remove_duplicate=False)))
+    return program
+
+
+def _annotate(
+    program: torch.export.ExportedProgram, modules: Mapping[int, str], held: Mapping[str, torch.Tensor]
+) -> None:
+    """Write on a program's nodes what passes read: module paths, constants, which outputs replace which inputs."""
     for _, inner in g.all_graphs(program.graph_module):
         for node in inner.graph.nodes:
             node.meta = dict(node.meta)  # export lets a node inside a region share its meta with one outside
-        annotate_origin(inner, {id(m): name for name, m in model.named_modules()})
+        annotate_origin(inner, modules)
     gm = program.graph_module
     constants = program.graph_signature.inputs_to_lifted_tensor_constants
     for node in gm.graph.nodes:
         if node.op == "placeholder" and node.name in constants:
             node.meta[g.CONSTANT] = program.constants[constants[node.name]]
     signature = program.graph_signature
-    held = dict(model.named_buffers(remove_duplicate=False))
     for node in gm.graph.nodes:
-        path = signature.inputs_to_buffers.get(node.name) if node.op == "placeholder" else None
-        if path in held and holds_large_values(held[path]):
+        path: str | None = signature.inputs_to_buffers.get(node.name) if node.op == "placeholder" else None
+        if path is not None and path in held and holds_large_values(held[path]):
             node.meta[g.CONSTANT] = held[path]
     places = [n.name for n in gm.graph.nodes if n.op == "placeholder"]
     buffers = {target: name for name, target in signature.inputs_to_buffers.items()}
@@ -119,7 +144,6 @@ def _export(
     if _inline_regions(gm):
         _Repropagate(gm).run_on_fakes()
         gm.recompile()
-    return program
 
 
 # ---------------------------------------------------------------------------------- nested torch.autocast

@@ -80,8 +80,7 @@ def convert_model(
             f"as the author's: {captured.twin_failed}"
         )
     verify(gm, ("captured",), ctx, "capture")
-    history = [pipeline.Record("capture", time.perf_counter() - start, True, g.format_graph(gm), "convert",
-                               len(gm.graph.nodes))]  # fmt: skip
+    history = [pipeline.record("capture", time.perf_counter() - start, True, gm, "convert", [])]
     fp32_bytes = _stored_bytes(gm.graph, weights)
     steps.prepare.run(gm, ctx, history, graph="convert")
     drop_unread(gm.graph, weights)
@@ -108,7 +107,9 @@ def _finished(
     )  # fmt: skip
     notes = [f"{path} stays in float32: {why}" for path, why in weights.kept.items()]
     notes.append(f"weights: {fp32_bytes:,} bytes in fp32, {stored_bytes:,} bytes stored")
-    report = build_report(rows, [cast_totals(gm)], level=policy.level, dtype=policy.low, notes=(*ctx.notes, *notes))
+    report = build_report(
+        rows, [cast_totals(gm)], level=policy.level, dtype=policy.low, notes=(*ctx.notes, *notes), stages=history
+    )
     for note in ctx.notes:
         warnings.warn(f"amp_compiler: {note}.", AmpWarning, stacklevel=users_frame())
     details = Details(

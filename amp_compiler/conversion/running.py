@@ -11,6 +11,7 @@ from torch.export import ExportedProgram
 from .. import graph as g
 from .. import pipeline
 from ..capture.program import Frame, functional, rebuild, weights_of
+from ..kernels import build
 from ..kernels.cpu import runs_wide
 from ..passes.base import Context
 from ..policy import Policy
@@ -36,7 +37,8 @@ class Running:
         lowered = functional(program)
         gm, weights = lowered.graph_module, weights_of(lowered)
         assert isinstance(gm, fx.GraphModule)
-        off = disabled if cache_weights else (*disabled, "widen_weights")
+        # the compiled kernels pack low weights as fast as fp32 ones: copies would only cost memory
+        off = disabled if cache_weights and not build.loaded() else (*disabled, "widen_weights")
         before = {n.name for n in gm.graph.nodes if n in weights}
         pipeline.build(off).run_converted.run(gm, Context(policy, weights=weights), history, graph="run")
         self.cached_bytes = sum(

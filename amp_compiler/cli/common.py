@@ -1,0 +1,231 @@
+"""What the commands share: options, the console, progress, and the model that a TARGET names."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import ArgumentError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..inspection import Inspection
+    from ..policy import Policy
+
+WIDTH = 140  # of a table that does not go to a terminal
+_DEBUGGING = [False]  # whether this command was given --debug
+
+
+def _debug(given: bool) -> bool:
+    _DEBUGGING[0] = given
+    return given
+
+
+def debugging() -> bool:
+    """Whether tracebacks and torch's own messages are asked for."""
+    return _DEBUGGING[0]
+
+
+def _levels(incomplete: str) -> list[str]:
+    from ..policy import LEVELS
+
+    return [level for level in LEVELS if level.lower().startswith(incomplete.lower())]
+
+
+def _passes(incomplete: str) -> list[str]:
+    from ..pipeline import ALL
+
+    return [name for name in ("capture", "autodiff", *ALL) if name.startswith(incomplete)]
+
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="package.module:attr, file.py:attr (a module, a class or a function without arguments that gives a "
+        "model or (model, args, kwargs)) or a saved .pt2",
+        show_default=False,
+    ),
+]
+Inputs = Annotated[
+    list[str],
+    typer.Option(
+        "--input", "-i", metavar="[NAME=]SHAPE[:DTYPE[:BELOW]]",
+        help="An example input, in order: 8x3x224x224, 2x16:int64:1000 (numbers below 1000), mask=2x16:bool; 8* is a "
+        "size that may change. Not needed where TARGET gives (model, args).",
+    ),
+]  # fmt: skip
+Level = Annotated[
+    str, typer.Option("--level", "-l", help="O0, O1, auto, O2 or O3.", autocompletion=_levels)
+]
+Dtype = Annotated[
+    str, typer.Option("--dtype", "-d", help="float16 or bfloat16; else the device's default.", show_default=False)
+]
+PolicyFile = Annotated[
+    Path | None,
+    typer.Option("--policy", help="A policy file (TOML) instead of --level and --dtype.", show_default=False),
+]
+WhiteList = Annotated[list[str], typer.Option("--low", metavar="OP", help="An op to run in the low dtype.")]
+BlackList = Annotated[list[str], typer.Option("--fp32", metavar="OP", help="An op to run in fp32.")]
+Exclude = Annotated[list[str], typer.Option("--exclude", metavar="PATTERN", help="Modules to leave in fp32.")]
+Graph = Annotated[
+    str,
+    typer.Option(
+        "--graph", "-g", help="forward (with its casts, before autodiff), inference or joint (with the backward)."
+    ),
+]
+Capture = Annotated[str, typer.Option("--capture", help="The front end: export, dynamo, or auto (export if it can).")]
+Disable = Annotated[
+    list[str], typer.Option("--disable", metavar="PASS", help="A pass to leave out.", autocompletion=_passes)
+]
+After = Annotated[
+    str | None,
+    typer.Option(
+        "--after", metavar="PASS", help="Stop after this pass (or capture, autodiff).", autocompletion=_passes,
+        show_default=False,
+    ),
+]  # fmt: skip
+Module = Annotated[
+    str | None,
+    typer.Option("--module", "-m", metavar="PATTERN", help="Only these modules: encoder.layer.0.*", show_default=False),
+]
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to a file.", show_default=False)
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no notes: the result alone.")]
+Json = Annotated[bool, typer.Option("--json", help="The result as JSON.")]
+Debug = Annotated[
+    bool, typer.Option("--debug", help="Show the traceback of an error.", callback=_debug, is_eager=True)
+]
+
+
+def examples(lines: Sequence[str]) -> str:
+    """The end of a help text: one example a line, which click's mark keeps as they are."""
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def console() -> Console:
+    """Where results go: colours on a terminal only, tables as wide as it."""
+    from rich.console import Console
+
+    wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH
+    return Console(width=wide, highlight=False, soft_wrap=False)
+
+
+def show(lines: list[Any]) -> None:
+    """Print rich texts, one a line."""
+    out = console()
+    for line in lines:
+        out.print(line, soft_wrap=True, markup=False)
+
+
+def write(text: str, path: Path | None, quiet: bool = True) -> None:
+    """Text to a file, whole or not at all, or to stdout."""
+    if path is None:
+        typer.echo(text.removesuffix("\n"))
+        return
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        scratch.write_text(text, encoding="utf-8")
+        os.replace(scratch, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            scratch.unlink(missing_ok=True)
+        raise ArgumentError(f"{path} cannot be written: {error.strerror or error}.") from error
+    if not quiet:
+        typer.echo(f"{path}: {len(text.encode()):,} bytes", err=True)
+
+
+@contextlib.contextmanager
+def progress(quiet: bool) -> Iterator[Callable[[str], None]]:
+    """A function that says what is going on: a line that moves on a terminal, nothing elsewhere."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    from rich.console import Console
+
+    with Console(file=sys.stderr).status("starting") as status:
+        yield lambda text: status.update(f"{text} …")
+
+
+@contextlib.contextmanager
+def hushed() -> Iterator[None]:
+    """torch logs the traceback of a trace that fails, which we report ourselves: only with --debug. Used after torch
+    is imported, because it sets its loggers up then."""
+    logger = logging.getLogger("torch")
+    before = logger.level
+    if not debugging():
+        logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+@dataclass(frozen=True)
+class Request:
+    """The options that decide what is captured and by which policy."""
+
+    target: str
+    inputs: list[str]
+    level: str
+    dtype: str
+    policy: Path | None
+    low: list[str]
+    fp32: list[str]
+    exclude: list[str]
+    graph: str = "forward"
+    capture: str = "auto"
+    disable: tuple[str, ...] = ()
+
+    def policy_for(self, model: Any) -> Policy:
+        """The policy, checked, with its module rules looked up in the model."""
+        from ..arguments import check_request
+        from ..policy import Policy
+
+        policy = Policy.from_file(self.policy) if self.policy is not None else None
+        asked = check_request(
+            policy.level if policy is not None and self.level == "O2" else self.level, self.dtype or None, policy,
+            self.low, self.fp32, self.exclude, "eager", self.disable,
+        )  # fmt: skip
+        return asked.policy_for(model)
+
+
+def inspect(request: Request, quiet: bool) -> Inspection:
+    """Capture what the request names; see ``amp_compiler.inspection``."""
+    with contextlib.ExitStack() as stack:
+        tell = stack.enter_context(progress(quiet))
+        tell("loading torch")
+        from ..inspection import inspect_converted, inspect_model, inspect_program
+        from .target import load
+
+        tell(f"loading {request.target}")
+        loaded = load(request.target, request.inputs)
+        stack.enter_context(hushed())
+        if loaded.program is not None:
+            policy = request.policy_for(loaded.program.module())
+            return inspect_program(
+                loaded.program, policy=policy, graph=request.graph, disable_passes=request.disable,
+                target=request.target, progress=tell,
+            )  # fmt: skip
+        if loaded.converted is not None:
+            if request.policy or request.low or request.fp32 or request.exclude:
+                raise ArgumentError("A converted model has its policy in it: leave --policy and the lists out.")
+            return inspect_converted(loaded.converted, graph=request.graph, target=request.target, progress=tell)
+        assert loaded.model is not None
+        if request.graph != "joint":
+            loaded.model.eval()
+        return inspect_model(
+            loaded.model, loaded.args, loaded.kwargs, policy=request.policy_for(loaded.model), graph=request.graph,
+            capture=request.capture, dynamic_shapes=loaded.dynamic_shapes, disable_passes=request.disable,
+            target=request.target, progress=tell,
+        )  # fmt: skip

@@ -1,0 +1,134 @@
+"""``amp-compiler convert``: an fp32 model in, a mixed-precision file out."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import ArgumentError
+from . import common as c
+
+if TYPE_CHECKING:
+    from ..conversion.converted import ConvertedModel
+
+NAME = "convert"
+HELP = "Convert a model for inference and save it as an ordinary torch.export archive (and as ONNX)."
+EXAMPLES = (
+    "amp-compiler convert model.py:make --level O2 --dtype bfloat16 -o model.pt2",
+    "amp-compiler convert model.py:Net --input 8*x16 --dtype float16 --json -o net.pt2",
+)
+EPILOG = c.examples(EXAMPLES)
+
+
+def run(
+    target: c.Target,
+    inputs: c.Inputs = [],  # noqa: B006
+    level: c.Level = "O2",
+    dtype: c.Dtype = "",
+    output: c.Output = None,
+    onnx: Annotated[
+        Path | None, typer.Option("--onnx", metavar="FILE", help="Write ONNX too.", show_default=False)
+    ] = None,
+    policy: c.PolicyFile = None,
+    low: c.WhiteList = [],  # noqa: B006
+    fp32: c.BlackList = [],  # noqa: B006
+    exclude: c.Exclude = [],  # noqa: B006
+    cast_params: Annotated[
+        bool, typer.Option("--cast-params/--keep-params", help="Store weights low where they are used low.")
+    ] = True,
+    keep_io: Annotated[
+        bool, typer.Option("--keep-io/--low-io", help="Inputs and outputs keep the dtypes of the fp32 model.")
+    ] = True,
+    disable: c.Disable = [],  # noqa: B006
+    as_json: c.Json = False,
+    quiet: c.Quiet = False,
+    debug: c.Debug = False,
+) -> None:
+    if output is None and onnx is None:
+        raise ArgumentError("Where to? Give -o model.pt2, or --onnx model.onnx.")
+    for path in (output, onnx):
+        if path is not None and not path.resolve().parent.is_dir():
+            raise ArgumentError(f"There is no folder {path.resolve().parent} to write {path.name} into.")
+    request = c.Request(target, inputs, level, dtype, policy, low, fp32, exclude, disable=tuple(disable))
+    with c.progress(quiet) as tell:
+        tell("loading torch")
+        from ..conversion.convert import convert_model
+        from ..inspection import check_call
+        from .target import load
+
+        tell(f"loading {target}")
+        loaded = load(target, inputs)
+        if loaded.model is None:
+            raise ArgumentError(f"{target} is a saved program already: give the model that it was made of.")
+        model = loaded.model.eval()
+        tell("converting")
+        chosen = request.policy_for(model)
+        check_call(model, loaded.args, loaded.kwargs)
+        with c.hushed():
+            converted = convert_model(
+                model, loaded.args, loaded.kwargs, chosen.level, policy=chosen, cast_params=cast_params,
+                keep_io_dtypes=keep_io, dynamic_shapes=loaded.dynamic_shapes, disable_passes=disable,
+            )  # fmt: skip
+        if output is not None:
+            tell(f"writing {output}")
+            converted.save(output)
+        if onnx is not None:
+            tell(f"writing {onnx}")
+            converted.to_onnx(onnx)
+        tell("comparing with fp32")
+        found = summary(converted, model, loaded.args, loaded.kwargs)
+    for name, path in (("file", output), ("onnx", onnx)):
+        if path is not None:
+            found[name], found[f"{name}_bytes"] = str(path), path.stat().st_size
+    if as_json:
+        c.write(json.dumps(found, indent=1), None)
+    elif not quiet:
+        c.show(_lines(found, converted))
+
+
+def summary(converted: ConvertedModel, model: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """What became of a model: weights, ops by precision, and the largest error on the example inputs against fp32."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    def floats(values: Any) -> list[torch.Tensor]:
+        leaves = pytree.tree_leaves(values)
+        return [v.detach().double() for v in leaves if isinstance(v, torch.Tensor) and v.is_floating_point()]
+
+    args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (tuple(args), dict(kwargs)))
+    with torch.no_grad():
+        wanted = floats(model(*args, **kwargs))
+    given = floats(converted(*args, **kwargs))
+    error = signal = noise = 0.0
+    for a, b in zip(wanted, given, strict=True):
+        error = max(error, float((a - b).abs().max()) if a.numel() else 0.0)
+        signal, noise = signal + float(a.square().sum()), noise + float((a - b).square().sum())
+    report = converted.report()
+    return {
+        "level": report.level, "dtype": report.dtype,
+        "fp32_bytes": converted.details.fp32_bytes, "stored_bytes": converted.details.stored_bytes,
+        "by_precision": dict(report.by_precision), "casts": report.casts, "low_flops_share": report.low_flops_share,
+        "largest_error": error, "snr_db": 10 * math.log10(signal / noise) if signal and noise else None,
+        "notes": list(report.notes),
+    }  # fmt: skip
+
+
+def _lines(found: dict[str, Any], converted: ConvertedModel) -> list[Any]:
+    from rich.text import Text
+
+    from ..render import text
+    from ..render.words import size
+
+    share = found["stored_bytes"] / max(found["fp32_bytes"], 1)
+    snr = "equal in every bit" if found["snr_db"] is None else f"SNR {found['snr_db']:.1f} dB"
+    lines = [
+        Text(f"{found[name]}: {size(found[name + '_bytes'])}", style="bold")
+        for name in ("file", "onnx") if name in found
+    ]  # fmt: skip
+    lines.append(Text(f"weights: {size(found['fp32_bytes'])} → {size(found['stored_bytes'])} ({share:.0%})"))
+    lines.append(Text(f"against fp32 on the example inputs: largest error {found['largest_error']:.3g}, {snr}"))
+    return [*lines, *text.summary(converted.report())]

@@ -1,0 +1,62 @@
+"""``amp-compiler doctor``: what this machine does with each dtype, and what to do about it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from . import common as c
+
+NAME = "doctor"
+HELP = "Look at this machine (torch, CPU, GPUs, what each dtype costs here) and, if given, at a model's shapes."
+EXAMPLES = ("amp-compiler doctor", "amp-compiler doctor model.py:make --json")
+EPILOG = c.examples(EXAMPLES)
+
+
+def run(
+    target: Annotated[
+        str | None, typer.Argument(metavar="[TARGET]", help="A model to advise on, as in dump.", show_default=False)
+    ] = None,
+    inputs: c.Inputs = [],  # noqa: B006
+    as_json: c.Json = False,
+    quiet: c.Quiet = False,
+    debug: c.Debug = False,
+) -> None:
+    from .. import __version__
+    from ..advice import SIZE, advise_model, look
+
+    with c.progress(quiet) as tell:
+        machine = look(tell)
+    advice = list(machine.advice)
+    if target is not None:
+        request = c.Request(target, inputs, "O2", "", None, [], [], [])
+        advice += advise_model(c.inspect(request, quiet).forward, machine.gpus)
+    if as_json:
+        found = {"amp_compiler": __version__, **asdict(machine), "advice": advice}
+        c.write(json.dumps(found, indent=1), None)
+        return
+    from rich.table import Table
+
+    out = c.console()
+    gpus = [f"{g.name}, compute capability {g.capability[0]}.{g.capability[1]}" for g in machine.gpus]
+    facts = {
+        "amp-compiler": __version__, "python": machine.python, "torch": machine.torch,
+        "triton": machine.triton or "not installed", "cpu": f"{machine.cpu}, {machine.cores} cores",
+        "cpu features": " ".join(machine.features) or "none that torch knows", "gpu": "; ".join(gpus) or "none",
+    }  # fmt: skip
+    for name, value in facts.items():
+        out.print(f"[bold]{name:<13}[/bold] {value}", soft_wrap=True)
+    table = Table(title=f"\nA product of {SIZE} × {SIZE} matrices", title_justify="left", box=None, pad_edge=False)
+    for column in ("device", "dtype", "torch, ms", "here, ms", "GFLOP/s", "runs on"):
+        table.add_column(column, justify="right" if "ms" in column or "/" in column else "left", overflow="fold")
+    for s in machine.speeds:
+        table.add_row(
+            s.device, s.dtype, f"{s.native * 1e3:.2f}", f"{s.ours * 1e3:.2f}", f"{s.gflops:.0f}", s.runs_on
+        )
+    out.print(table)
+    out.print()
+    for text in advice:
+        out.print(f"• {text}", markup=False, soft_wrap=True)

@@ -1,0 +1,68 @@
+"""``amp-compiler passes``: the pipelines in order, and what each pass requires and ensures."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from . import common as c
+
+if TYPE_CHECKING:
+    from ..passes.base import Pass
+
+NAME = "passes"
+HELP = "List the passes of each pipeline in order, with what each requires and ensures."
+EXAMPLES = ("amp-compiler passes", "amp-compiler passes --json")
+EPILOG = c.examples(EXAMPLES)
+#: pipeline -> when it runs
+PIPELINES = {
+    "forward": "on the captured graph, before autodiff",
+    "joint": "on forward and backward together, after autodiff",
+    "inference": "on the functional graph where no gradient is needed",
+    "step": "on a whole training step, loss scaling included",
+    "prepare": "on an exported model that is converted, before its precision is decided",
+    "convert": "then, up to what is saved",
+    "run_converted": "on a converted model, in memory",
+}
+
+
+def run(as_json: c.Json = False, quiet: c.Quiet = False, debug: c.Debug = False) -> None:
+    from rich.table import Table
+
+    from .. import pipeline
+
+    built = pipeline.build()
+    lists = {name: getattr(built, name) for name in PIPELINES}
+    if as_json:
+        document = {
+            name: [
+                {"name": p.name, "dialect": p.dialect.value, "requires": list(p.requires), "ensures": list(p.ensures),
+                 "does": purpose(p)}
+                for p in pipe.passes
+            ]
+            for name, pipe in lists.items()
+        }  # fmt: skip
+        c.write(json.dumps(document, indent=1), None)
+        return
+    out = c.console()
+    for name, pipe in lists.items():
+        table = Table(
+            title=f"{name}: {PIPELINES[name]} (given: {', '.join(pipe.given)})", title_justify="left", box=None,
+            title_style="bold", pad_edge=False,
+        )  # fmt: skip
+        for column in ("", "pass", "requires", "ensures", "does"):
+            table.add_column(column, overflow="fold")
+        for number, step in enumerate(pipe.passes, 1):
+            table.add_row(str(number), step.name, ", ".join(step.requires), ", ".join(step.ensures), purpose(step))
+        out.print(table)
+        out.print()
+    if not quiet:
+        out.print("Leave one out by --disable NAME (in Python: disable_passes=[...]). AMP_LOGS=passes tells times.")
+
+
+def purpose(step: Pass) -> str:
+    """The first sentence of the pass's own file, without its name."""
+    text = (sys.modules[step.run.__module__].__doc__ or "").strip().split("\n\n")[0]
+    _, _, does = " ".join(text.split()).partition(": ")
+    return does.split(". ")[0].rstrip(".")
