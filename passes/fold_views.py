@@ -3,8 +3,8 @@
 1. ``t(t(x))``  →  ``x``; likewise two transpositions of the same dimensions
 2. ``view(view(x, …), shape)``  →  ``view(x, shape)``, where the shape is known and x itself can be seen so
 3. ``view(x, its own shape)``, ``expand(x, its own shape)``  →  ``x``
-4. ``clone(x)``  →  ``x`` (dropout in eval mode is one), unless the copy or x is written to, the copy is returned, or it
-   lies in memory in another order
+4. ``clone(x)``  →  ``x`` (dropout in eval mode is one), unless the copy or x is written to, an input or a result (which
+   may be written later), or the copy lies in memory in another order
 
 Autograd writes each of them down, and each is an op to dispatch: six transpositions a linear layer, of which two are
 needed. Inductor does the same by itself.
@@ -26,12 +26,22 @@ _VIEWS = {aten.view.default, aten._unsafe_view.default}
 
 
 def run(gm: fx.GraphModule, ctx: Context) -> bool:
-    graph = gm.graph
+    modified = False
+    for _, inner in g.all_graphs(gm):
+        if _fold(inner.graph):
+            inner.graph.eliminate_dead_code()
+            inner.recompile()
+            modified = True
+    return modified
+
+
+def _fold(graph: fx.Graph) -> bool:
     written = g.written_nodes(graph)
     returned = g.output_nodes(graph)
     classes = g.alias_classes(graph)
     frozen = {classes[n] for n in written}
-    shown = {classes[n] for n in returned}
+    # an input may be written after the graph has run, and so may a result by who gets it
+    shown = {classes[n] for n in returned} | {classes[n] for n in graph.nodes if n.op == "placeholder"}
     modified = False
     for node in list(graph.nodes):
         if node.op != "call_function" or "recompute" in node.meta or classes[node] in frozen:
@@ -41,14 +51,11 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
         same = _same(node)
         if same is None and node.target is aten.clone.default and classes[node] not in shown:
             source = node.args[0]
-            if isinstance(source, fx.Node) and classes[source] not in frozen and _alike(node, source):
+            if isinstance(source, fx.Node) and classes[source] not in frozen | shown and _alike(node, source):
                 same = source
         if same is not None and not (node in returned and same.op == "placeholder"):
             node.replace_all_uses_with(same)
             modified = True
-    if modified:
-        graph.eliminate_dead_code()
-        gm.recompile()
     return modified
 
 

@@ -57,8 +57,8 @@ def test_the_pipelines_are_in_order() -> None:
     assert inference.passes == INFERENCE
     assert joint.passes[0].name == inference.passes[0].name == "fold_casts"
     assert [p.name for p in built.step.passes] == [
-        "scale_loss", "fold_casts", "hoist_weight_casts", "fuse_cast_matmul", "lower_kernels", "batch_casts",
-        "accumulate_in_place", "unscale_in_place",
+        "scale_loss", "fold_casts", "fold_views", "hoist_weight_casts", "fuse_cast_matmul", "lower_kernels",
+        "batch_casts", "accumulate_in_place", "unscale_in_place",
     ]  # fmt: skip
     assert set(ALL) == {p.name for p in (*FORWARD, *JOINT, *INFERENCE, *STEP, *PREPARE, *CONVERT, *RUN_CONVERTED)}
 

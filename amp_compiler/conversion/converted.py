@@ -21,9 +21,9 @@ class ConvertedModel:
     """A mixed-precision program for inference: call it as the model it was made of.
 
     ``exported_program`` is what ``save`` writes: pure ATen, weights included, outputs as plain tuples and dicts. A call
-    runs a copy of it in memory that may use kernels of this package where the CPU has no fp16 or bf16 units. Where these
-    are not compiled, fp32 copies of the stored low weights are kept for speed: ``cached_bytes`` says how many bytes, and
-    ``cache_weights = False`` does without, slower.
+    runs a copy of it in memory that may use kernels of this package where the CPU has no fp16 or bf16 units. Where
+    these are not compiled, fp32 copies of the stored low weights are kept for speed: ``cached_bytes`` says how many
+    bytes, and ``cache_weights = False`` does without, slower.
     """
 
     def __init__(

@@ -71,6 +71,18 @@ def test_a_copy_that_saves_a_value_from_being_overwritten_stays() -> None:
     unchanged(PASS, functional(fn, x), inputs=[x])
 
 
+def test_a_copy_of_an_input_or_of_a_result_stays() -> None:
+    """The caller may write to either before the backward reads the copy."""
+    x = torch.randn(3)
+    unchanged(PASS, functional(lambda x: x.clone() + 1, x), inputs=[x])
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * 2
+        return y, y.clone() + 1
+
+    unchanged(PASS, functional(fn, x), inputs=[x])
+
+
 def test_a_copy_in_another_order_stays() -> None:
     x = torch.randn(2, 3)
     gm = functional(lambda x: x.t().clone(memory_format=torch.contiguous_format).view(6) + 1, x)
