@@ -94,7 +94,8 @@ class _Fold:
         freed = [leaf for leaf in leaves if self.only_for(leaf, node)]
         if g.nbytes(value) > sum(g.nbytes(leaf.meta["val"]) for leaf in freed) + ROOM:
             return False
-        like = max(leaves, key=lambda leaf: g.nbytes(leaf.meta["val"]))
+        in_order = (n for n in self.graph.nodes if n in leaves)  # so that a name does not depend on addresses
+        like = max(in_order, key=lambda leaf: g.nbytes(leaf.meta["val"]))
         make = partial(_evaluate, _program(node), {leaf.name: self.weights[leaf].make for leaf in leaves})
         new = self.weights.add(self.graph, like, "value", make, value)
         readers = [u for u in node.users if u not in self.leaves]

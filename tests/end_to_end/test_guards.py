@@ -810,7 +810,7 @@ def runs_twice() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             self.seen.calls += 1
-            return x * 2
+            return x.to(x.dtype) * 2  # reads a dtype: code that reads none is exported once
 
     model = Counting()
     ExportMixed(model, (normal(4),))
