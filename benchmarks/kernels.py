@@ -71,9 +71,11 @@ def wide(dtype: torch.dtype) -> dict[str, dict[str, Callable[[], object]]]:
         name = f"convolution {batch} x {channels} x {size}² to {out}"
         cases[name] = three(aten.convolution.default, dtype, (x, w, b), rest)
     for shape in ATTENTION:
-        q = torch.randn(shape)
-        name = f"attention {' x '.join(map(str, shape))}"
-        cases[name] = three(aten._scaled_dot_product_flash_attention_for_cpu.default, dtype, (q, q, q), ())
+        q, gradient = torch.randn(shape), torch.randn(shape)
+        out, logs = aten._scaled_dot_product_flash_attention_for_cpu.default(q, q, q)
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        name = f"attention's backward {' x '.join(map(str, shape))}"
+        cases[name] = three(backward, dtype, (gradient, q, q, q, out), (logs, 0.0, False))
     return cases
 
 

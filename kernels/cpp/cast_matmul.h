@@ -157,10 +157,52 @@ void pack_columns(Matrix<B> b, float* packed, int64_t k, int64_t from_column, in
   }
 }
 
+// A few rows times the columns of b that lie in memory one after the other, as a linear layer's weight does: each column
+// is read once, rounded in registers and multiplied with R rows. Nothing of b is written anywhere: this is what decoding
+// one token at a time waits for.
+constexpr int64_t A_FEW = 16, AT_A_TIME = 4;
+
+template <class Low, class Out, class B, int R>
+void dot_rows(const float* rows, int64_t step, Matrix<B> b, const float* plus, Out* to, int64_t first, int64_t last,
+              int64_t k, int64_t n) {
+  for (int64_t column = first; column < last; ++column) {
+    const B* from = b.data + column * b.stride;
+    float sums[R] = {};
+    int64_t i = 0;
+#if AMP_LANES
+    Floats lanes[R];
+    for (int r = 0; r < R; ++r) lanes[r] = zeros();
+    for (; i + AMP_LANES <= k; i += AMP_LANES) {
+      const Floats x = load_rounded<Low>(from + i);
+      for (int r = 0; r < R; ++r) lanes[r] = multiply_add(load(rows + r * step + i), x, lanes[r]);
+    }
+    for (int r = 0; r < R; ++r) sums[r] = total(lanes[r]);
+#endif
+    for (; i < k; ++i) {
+      for (int r = 0; r < R; ++r) sums[r] += rows[r * step + i] * rounded_one<Low>(from[i]);
+    }
+    for (int r = 0; r < R; ++r) to[r * n + column] = static_cast<Out>(plus ? sums[r] + plus[column] : sums[r]);
+  }
+}
+
+template <class Low, class Out, class A, class B>
+void multiply_few(Matrix<A> a, Matrix<B> b, const float* plus, Out* to, int64_t m, int64_t k, int64_t n) {
+  float* rows = scratch(LEFT).take(m * k);
+  pack<Low>(a, 0, 0, m, k, rows, k);
+  at::parallel_for(0, n, std::max<int64_t>(GRAIN / k, 1), [&](int64_t first, int64_t last) {
+    int64_t row = 0;
+    for (; row + AT_A_TIME <= m; row += AT_A_TIME) {
+      dot_rows<Low, Out, B, AT_A_TIME>(rows + row * k, k, b, plus, to + row * n, first, last, k, n);
+    }
+    for (; row < m; ++row) dot_rows<Low, Out, B, 1>(rows + row * k, k, b, plus, to + row * n, first, last, k, n);
+  });
+}
+
 inline int64_t blocks(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
 template <class Low, class Out, class A, class B>
 void multiply(Matrix<A> a, Matrix<B> b, const float* plus, Out* to, int64_t m, int64_t k, int64_t n) {
+  if (m <= A_FEW) return multiply_few<Low, Out>(a, b, plus, to, m, k, n);
   const int64_t group = std::max<int64_t>(PACKED / k / COLUMNS, 1) * COLUMNS;
   const int64_t threads = at::get_num_threads();
   const int64_t share = blocks(blocks(m, threads), 16) * 16;  // rows of a thread
@@ -208,7 +250,9 @@ Tensor cast_matmul(const Tensor& a, const Tensor& b, const std::optional<Tensor>
   const auto outs = a.options().dtype(c10::CppTypeToScalarType<Out>::value);
   Tensor result = batched ? at::empty({a.size(0), m, n}, outs) : at::empty({m, n}, outs);
   Out* to = result.template mutable_data_ptr<Out>();
-  if (!batched && m >= FEWEST && n > 0 && k > 0 && k <= LONGEST && blocks_work()) {
+  const bool blocks = m >= FEWEST && k <= LONGEST && blocks_work();
+  const bool few = m <= A_FEW && b.dim() == 2 && b.stride(0) == 1 && b.stride(1) >= k;
+  if (!batched && (blocks || few) && m > 0 && n > 0 && k > 0) {
     const Tensor left = in_lines<Low>(a), right = in_lines<Low>(b);
     if (left.scalar_type() == at::kFloat) {
       multiply<Low, Out>(matrix<float>(left), right, plus, to, m, k, n);

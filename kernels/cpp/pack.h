@@ -22,7 +22,7 @@ inline float rounded_one(Low x) {
   return static_cast<float>(x);
 }
 
-#if AMP_LANES == 16
+#if AMP_LANES
 template <class Low>
 inline Floats load_rounded(const float* from) {
   return rounded(load(from), Low());
@@ -31,7 +31,9 @@ template <class Low>
 inline Floats load_rounded(const Low* from) {
   return load(from);
 }
+#endif
 
+#if AMP_LANES == 16
 // Sixteen columns of sixteen elements become sixteen rows: pairs, then fours, then eights, then halves change places.
 template <class Low, class T>
 inline void turn(const T* from, int64_t stride, float* to, int64_t step) {

@@ -14,7 +14,7 @@
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #include <immintrin.h>
 #define AMP_LANES 16
-#elif defined(__AVX2__) && defined(__F16C__)
+#elif defined(__AVX2__) && defined(__F16C__) && defined(__FMA__)
 #include <immintrin.h>
 #define AMP_LANES 8
 #else
@@ -30,6 +30,9 @@ using Floats = __m512;
 inline Floats load(const float* from) { return _mm512_loadu_ps(from); }
 inline void store(float* to, Floats x) { _mm512_storeu_ps(to, x); }
 inline Floats add(Floats x, Floats y) { return _mm512_add_ps(x, y); }
+inline Floats multiply_add(Floats x, Floats y, Floats z) { return _mm512_fmadd_ps(x, y, z); }
+inline Floats zeros() { return _mm512_setzero_ps(); }
+inline float total(Floats x) { return _mm512_reduce_add_ps(x); }
 
 // The bits of a bf16 number, in the upper half of each lane; the lower half holds rubbish.
 inline __m512i bf16_bits(Floats x) {
@@ -63,6 +66,13 @@ using Floats = __m256;
 inline Floats load(const float* from) { return _mm256_loadu_ps(from); }
 inline void store(float* to, Floats x) { _mm256_storeu_ps(to, x); }
 inline Floats add(Floats x, Floats y) { return _mm256_add_ps(x, y); }
+inline Floats multiply_add(Floats x, Floats y, Floats z) { return _mm256_fmadd_ps(x, y, z); }
+inline Floats zeros() { return _mm256_setzero_ps(); }
+inline float total(Floats x) {
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
 
 inline __m256i bf16_bits(Floats x) {
   const __m256i bits = _mm256_castps_si256(x);
