@@ -2,5 +2,6 @@
 
 Each file holds a pure-torch reference that defines the op's meaning, its fake implementation and
 its launchers. A kernel imports torch and triton only, never another room of this project, and
-nothing here is imported before it is needed.
+nothing here is imported before it is needed. ``cpp/`` holds the CPU's kernels in C++, which ``build.py``
+compiles on the machine that runs them; each has a twin in Python.
 """

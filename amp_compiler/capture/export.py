@@ -7,8 +7,12 @@ torch 2.13: ``torch.export.export(strict=False)`` gives pre-dispatch ATen alread
 from __future__ import annotations
 
 import contextlib
+import io
+import os
+import sys
+import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,8 +68,8 @@ def capture_export(
         program = _export(model, args, kwargs, dynamic_shapes, inference, reads)
     except Exception as error:
         raise CaptureError(
-            f"{type(model).__name__} cannot be exported: {_first_line(error)} "
-            "Try amp_compile, which works around code that cannot be in a graph, or rewrite that line."
+            f"{type(model).__name__} cannot be exported with these inputs: {_first_line(error)}{_users_line(error)} "
+            "If the inputs are right: amp_compile works around code that cannot be in a graph, or rewrite that line."
         ) from error
     _name_state(program, dict(model.named_parameters(remove_duplicate=False)))
     if low is None or not reads.found:
@@ -106,7 +110,7 @@ def _export(
     watch: contextlib.AbstractContextManager[Any] | None = None,
 ) -> torch.export.ExportedProgram:
     watch = watch or contextlib.nullcontext()
-    with torch.fx.traceback.preserve_node_meta(), capture_settings(), torch._C._DisableAutocast(), watch:
+    with torch.fx.traceback.preserve_node_meta(), capture_settings(), torch._C._DisableAutocast(), watch, _quiet():
         program = torch.export.export(model, args, dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False)
     if inference:
         assert isinstance(program.graph_module, fx.GraphModule)
@@ -114,6 +118,32 @@ def _export(
     modules = {id(m): name for name, m in model.named_modules()}
     _annotate(program, modules, dict(model.named_buffers(remove_duplicate=False)))
     return program
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the graph that torch 2.13 prints on stderr when a trace fails; all else that is said there goes on."""
+    said, graph = io.StringIO(), ""
+    try:
+        with contextlib.redirect_stderr(said):
+            yield
+    except Exception as error:
+        graph = str(getattr(error, "partial_fx_graph", ""))
+        raise
+    finally:
+        text = said.getvalue()
+        text = text.replace(graph, "").lstrip("\n") if graph else text
+        sys.stderr.write(text)
+
+
+def _users_line(error: BaseException) -> str:
+    """`` (file:line in forward: code)`` of the last frame that is neither torch's nor ours."""
+    own = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*own, "<"))]
+    if not frames or frames[-1].name == "<module>":
+        return ""
+    last = frames[-1]
+    return f" ({os.path.basename(last.filename)}:{last.lineno} in {last.name}: {last.line})"
 
 
 def _annotate(

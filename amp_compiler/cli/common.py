@@ -206,6 +206,7 @@ def inspect(request: Request, quiet: bool) -> Inspection:
         tell = stack.enter_context(progress(quiet))
         tell("loading torch")
         from ..inspection import inspect_converted, inspect_model, inspect_program
+        from ..policy import dtype_name
         from .target import load
 
         tell(f"loading {request.target}")
@@ -218,8 +219,13 @@ def inspect(request: Request, quiet: bool) -> Inspection:
                 target=request.target, progress=tell,
             )  # fmt: skip
         if loaded.converted is not None:
-            if request.policy or request.low or request.fp32 or request.exclude:
-                raise ArgumentError("A converted model has its policy in it: leave --policy and the lists out.")
+            level, low = loaded.converted.policy.level, dtype_name(loaded.converted.policy.low)
+            others = request.level not in ("O2", level) or request.dtype not in ("", low)
+            if others or request.policy or request.low or request.fp32 or request.exclude:
+                raise ArgumentError(
+                    f"A converted model has its policy in it ({level}, {low}): leave --level, --dtype, --policy and "
+                    "the lists out."
+                )
             return inspect_converted(loaded.converted, graph=request.graph, target=request.target, progress=tell)
         assert loaded.model is not None
         if request.graph != "joint":

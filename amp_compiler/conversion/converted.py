@@ -14,11 +14,12 @@ from ..policy import Policy
 from ..report import Report
 from .details import Details
 from .fp32_form import Fp32Form, StoredFp32Form
+from .inputs import Inputs
 from .running import Running
 
 
 class ConvertedModel:
-    """A mixed-precision program for inference: call it as the model it was made of.
+    """A mixed-precision program for inference: call it as the model it was made of, with inputs of the same dtypes.
 
     ``exported_program`` is what ``save`` writes: pure ATen, weights included, outputs as plain tuples and dicts. A call
     runs a copy of it in memory that may use kernels of this package where the CPU has no fp16 or bf16 units. Where
@@ -36,10 +37,12 @@ class ConvertedModel:
         self.fp32_form = original
         self._out_spec = out_spec if out_spec != program.call_spec.out_spec else None
         self._cache_weights = True
+        self._inputs = Inputs(program)
         self._running: Running | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The outputs for these inputs, in the classes that the model gives them. No gradient is recorded."""
+        self._inputs.check(args, kwargs)
         if self._running is None:
             self._running = Running(
                 self.exported_program, self.policy, self.details.disable_passes, self._cache_weights, self.history
@@ -105,6 +108,7 @@ class Fp32Model:
     def __init__(self, program: ExportedProgram, rounded: tuple[str, ...], out_spec: Any = None) -> None:
         self.exported_program = program
         self.rounded = rounded
+        self._inputs = Inputs(program)
         self._module, self._out_spec = program.module(), out_spec
 
     @property
@@ -113,6 +117,7 @@ class Fp32Model:
         return not self.rounded
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._inputs.check(args, kwargs)
         with torch.no_grad():
             result = self._module(*args, **kwargs)
         if self._out_spec is None:

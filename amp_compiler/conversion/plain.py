@@ -31,7 +31,8 @@ def load_any(path: str | os.PathLike[str]) -> ConvertedModel | torch.export.Expo
     except OSError as error:
         raise ArchiveError(f"The file {source} cannot be read: {error.strerror or error}.") from error
     except zipfile.BadZipFile as error:
-        raise ArchiveError(f"{source} is no torch.export archive, or it is cut off: {error}.") from error
+        hint = f" For a model in that file write {source}:name." if source.suffix == ".py" else ""
+        raise ArchiveError(f"{source} is no torch.export archive, or it is cut off: {error}.{hint}") from error
     except Unsafe as error:
         raise ArchiveError(f"{source} is refused: {error}. It could run code when it is loaded.") from error
     except AmpError:

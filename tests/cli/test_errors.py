@@ -10,6 +10,8 @@ import pytest
 import torch
 from typer.testing import Result
 
+from amp_compiler import convert_model
+
 WRONG = {
     "no module": (["dump", "nowhere.at_all:model"], "nowhere.at_all cannot be imported: ModuleNotFoundError"),
     "no file": (["dump", "missing.py:model"], "There is no file missing.py"),
@@ -100,6 +102,32 @@ def test_files_that_are_no_program(run: Callable[..., Result], user_folder: Path
         assert message in done.stderr, (name, done.stderr)
         assert len(done.stderr.strip().splitlines()) == 1
     assert run("dump", "whole.pt2", "-q").exit_code == 0
+    done = run("dump", "model.py")
+    assert done.exit_code == 2
+    assert "write model.py:name" in done.stderr
+
+
+def test_a_converted_model_keeps_its_policy(run: Callable[..., Result], user_folder: Path) -> None:
+    model = torch.nn.Linear(4, 2).eval()
+    convert_model(model, (torch.ones(1, 4),), dtype="float16").save(user_folder / "low.pt2")
+    assert run("dump", "low.pt2", "-q").exit_code == 0
+    assert run("dump", "low.pt2", "-q", "-d", "float16").exit_code == 0
+    for option in (["--level", "O1"], ["--dtype", "bfloat16"], ["--fp32", "linear"]):
+        done = run("dump", "low.pt2", *option)
+        assert done.exit_code == 2
+        assert "has its policy in it (O2, float16)" in done.stderr
+
+
+def test_export_that_fails_is_one_line(run: Callable[..., Result], user_folder: Path) -> None:
+    (user_folder / "asks.py").write_text(
+        "import torch\n\nclass Asks(torch.nn.Module):\n    def forward(self, x):\n"
+        "        return x * 2 if x.sum().item() > 0 else x\n"
+    )
+    done = run("convert", "asks.py:Asks", "-i", "2x4", "-o", "out.pt2")
+    assert done.exit_code == 2
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert "asks.py:5 in forward" in done.stderr
+    assert not (user_folder / "out.pt2").exists()
 
 
 def test_a_file_is_written_whole_or_not_at_all(

@@ -303,7 +303,7 @@ def through_backend(program: Program, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's, about odd programs
-@settings(common, max_examples=100)
+@settings(common, max_examples=60)
 @given(programs(), dtypes)
 def test_backend(program: Program, dtype: torch.dtype) -> None:
     through_backend(program, dtype)

@@ -85,7 +85,7 @@ def train(model: nn.Module, call: Callable[..., Any], batches: Batches, *, autoc
     [
         pytest.param(decoder, counting, id="llama"),
         pytest.param(partial(decoder, layers=2), counting, id="llama-2", marks=pytest.mark.zoo),
-        pytest.param(vision, stripes, id="vit"),
+        pytest.param(vision, stripes, id="vit", marks=pytest.mark.zoo),
         pytest.param(encoder_decoder, repetition, id="t5", marks=pytest.mark.zoo),
     ],
 )
