@@ -13,6 +13,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -41,6 +42,7 @@ __all__ = [
     "peak_memory",
     "print_header",
     "print_table",
+    "sampled",
     "spread",
     "write_results",
 ]
@@ -98,6 +100,23 @@ def interleave(cases: Mapping[str, Callable[[], float]], rounds: int) -> dict[st
             gc.collect()
             samples[name].append(cases[name]())
     return samples
+
+
+def sampled(run: Callable[[], object], seconds: float = 0.2) -> Callable[[], float]:
+    """A case for `interleave`: seconds a run, of as many runs as fill `seconds`; compiled and warm from the start."""
+    for _ in range(3):
+        run()
+    start = time.perf_counter()
+    run()
+    repeats = max(1, round(seconds / (time.perf_counter() - start)))
+
+    def sample() -> float:
+        start = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        return (time.perf_counter() - start) / repeats
+
+    return sample
 
 
 def peak_memory(step: Callable[[], object], rest: Callable[[], object] = lambda: None) -> int:

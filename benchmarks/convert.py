@@ -20,12 +20,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from common import DTYPES, BertLike, console, interleave, print_header, print_table, spread, write_results
+from common import DTYPES, BertLike, console, interleave, print_header, print_table, sampled, spread, write_results
 from torch import nn
 
 from amp_compiler import convert_model
 
-SAMPLE_SECONDS = 0.2
 LARGE = {"layers": 12, "hidden": 768, "heads": 12, "intermediate": 3072, "vocab": 30522, "seq": 512}
 
 
@@ -74,22 +73,6 @@ def timed(run: Callable[[], object]) -> Callable[[], float]:
         start = time.perf_counter()
         run()
         return time.perf_counter() - start
-
-    return sample
-
-
-def sampled(run: Callable[[], object]) -> Callable[[], float]:
-    """Seconds a call; warm from the start."""
-    for _ in range(3):
-        run()
-    once = timed(run)()
-    repeats = max(1, round(SAMPLE_SECONDS / once))
-
-    def sample() -> float:
-        start = time.perf_counter()
-        for _ in range(repeats):
-            run()
-        return (time.perf_counter() - start) / repeats
 
     return sample
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable
 
 import torch
-from common import DTYPES, console, interleave, print_header, print_table, write_results
+from common import DTYPES, console, interleave, print_header, print_table, sampled, write_results
 from torch import Tensor
 
 from amp_compiler.kernels import build
@@ -29,21 +28,6 @@ PRODUCTS = ((256, 512, 512), (512, 128, 128), (512, 128, 512), (512, 512, 128), 
 CONVOLUTIONS = ((16, 3, 32, 32), (16, 32, 32, 64), (16, 64, 16, 128))
 #: batch, heads, length, width of attention
 ATTENTION = ((8, 4, 64, 32), (2, 12, 128, 64))
-
-
-def timed(run: Callable[[], object]) -> Callable[[], float]:
-    run()
-    start = time.perf_counter()
-    run()
-    repeats = max(1, round(0.02 / (time.perf_counter() - start)))
-
-    def sample() -> float:
-        start = time.perf_counter()
-        for _ in range(repeats):
-            run()
-        return (time.perf_counter() - start) / repeats
-
-    return sample
 
 
 def products(dtype: torch.dtype) -> dict[str, dict[str, Callable[[], object]]]:
@@ -126,7 +110,7 @@ def main() -> int:
             dtype, rows = DTYPES[name], []
             for case, runs in {**products(dtype), **wide(dtype)}.items():
                 with console.status(case):
-                    samples = interleave({kind: timed(run) for kind, run in runs.items()}, args.rounds)
+                    samples = interleave({kind: sampled(run, 0.02) for kind, run in runs.items()}, args.rounds)
                 fp32, native, own = (statistics.median(samples[kind]) for kind in ("fp32", "native", "ours"))
                 rows.append([case, *(ms(t * 1e3) for t in (fp32, native, own)), ms(own / fp32), ms(native / own)])
                 records.append({"case": case, "dtype": name, "fp32": fp32, "native": native, "ours": own})
@@ -135,7 +119,7 @@ def main() -> int:
         for name, dtype in {"float32": torch.float32, **{n: DTYPES[n] for n in args.dtype}}.items():
             for case, runs in gradients(dtype).items():
                 with console.status(case):
-                    samples = interleave({kind: timed(run) for kind, run in runs.items()}, args.rounds)
+                    samples = interleave({kind: sampled(run, 0.02) for kind, run in runs.items()}, args.rounds)
                 peer, own = (statistics.median(samples[kind]) for kind in ("foreach", "ours"))
                 rows.append([f"{case}, {name}", ms(peer * 1e3), ms(own * 1e3), ms(peer / own)])
                 records.append({"case": case, "dtype": name, "foreach": peer, "ours": own})

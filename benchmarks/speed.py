@@ -12,20 +12,18 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.nn.functional as F
-from common import DTYPES, NineLayers, console, interleave, print_header, print_table, spread, write_results
+from common import DTYPES, NineLayers, console, interleave, print_header, print_table, sampled, spread, write_results
 from torch import Tensor, nn
 from train_step import LossFn, Problem, by_hand, make_optimizer, ours
 
 from amp_compiler import amp_compile
 from networks import ResidualBlock
 
-SAMPLE_SECONDS = 0.2  # a sample is as many runs as fill this
 SIZE = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 512}
 
 
@@ -102,23 +100,6 @@ def inference(problem: Problem, dtype: torch.dtype) -> dict[str, Callable[[], ob
         "autocast": cast,
         "O2": torch.inference_mode()(lambda: compiled(x)),
     }
-
-
-def sampled(run: Callable[[], object]) -> Callable[[], float]:
-    """Seconds a run; compiled and warm from the start."""
-    for _ in range(3):
-        run()
-    start = time.perf_counter()
-    run()
-    repeats = max(1, round(SAMPLE_SECONDS / (time.perf_counter() - start)))
-
-    def sample() -> float:
-        start = time.perf_counter()
-        for _ in range(repeats):
-            run()
-        return (time.perf_counter() - start) / repeats
-
-    return sample
 
 
 def main() -> int:
