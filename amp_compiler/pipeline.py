@@ -124,8 +124,7 @@ class Pipeline:
                     f"Pass '{step.name}' failed on a {graph} graph after {', '.join(ran) or 'capture'}: "
                     f"{type(error).__name__}: {error}. Switch it off with disable_passes=['{step.name}'] and report it."
                 ) from error
-            # a graph that did not change since it was last checked need not run on fakes again
-            verify(gm, step.ensures, ctx, step.name, deep=None if modified or len(history) == begun else False)
+            verify(gm, step.ensures, ctx, step.name)
             facts.update(step.ensures)
             ran.append(step.name)
             seconds, fresh = time.perf_counter() - start, modified or len(history) == begun

@@ -39,7 +39,7 @@ def verify(
         for fact in facts:
             CHECKS[fact](inner, ctx, where)
     wanted = deep_by_default() if deep is None else deep
-    if wanted and {"cast", "folded", "batched", "fused", "lowered"} & set(facts):
+    if wanted and {"cast", "folded", "batched", "fused", "lowered", "viewed"} & set(facts):
         _repropagate(gm, after)
 
 
