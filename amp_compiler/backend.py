@@ -280,8 +280,8 @@ class Backend:
         from .capture.autodiff import compile_graph
 
         piece = Piece(graph, graph_rows(graph, len(self.state.pieces)), cast_totals(graph))
-        ctx = Context(self.options.policy, self.options.keep_output_dtypes)
         backend = resolve_backend(self.options.backend, example_inputs)
+        ctx = Context(self.options.policy, self.options.keep_output_dtypes, backend=backend)
         steps = pipeline.build(self.options.disable_passes, backend)
 
         def joint(differentiated: fx.GraphModule, kind: str) -> None:

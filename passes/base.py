@@ -34,6 +34,8 @@ class Context:
     around: tuple[str, torch.dtype | None] | None = None
     #: the values of parameters, buffers and constants, in a conversion: there they do not change any more
     weights: Weights | None = None
+    #: who runs the graph: "eager" or "inductor"
+    backend: str = "eager"
     #: what passes want the user to know; the caller warns and puts it into the report
     notes: list[str] = field(default_factory=list)
 

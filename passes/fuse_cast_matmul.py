@@ -8,14 +8,15 @@
 3. on a CPU that computes low products in fp32 (``kernels/cpu.py``) every product of low operands becomes one; on one
    that has low-precision units none does
 
-Off with ``Policy.torch``, whose results are autocast's to the bit.
+Off with ``Policy.torch``, whose results are autocast's to the bit. On a GPU under Inductor products are left as they are:
+it fuses casts by itself.
 
-Requires: folded, eager. Ensures: fused. A second run changes nothing.
+Requires: folded. Ensures: fused. A second run changes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +38,8 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
     if ctx.policy.autocast_device is not None:
         return False
     graph = gm.graph
-    products = [n for n in graph.nodes if n.target in PRODUCTS and _is_low_product(n)]
+    devices = ("cpu", "cuda") if ctx.backend == "eager" else ("cpu",)
+    products = [n for n in graph.nodes if n.target in PRODUCTS and _is_low_product(n, devices)]
     wide = {n: out for n in products if (out := _wide_reader(n)) is not None}
     absorbed = _absorbable(products)
     modified = False
@@ -53,9 +55,9 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
     return modified
 
 
-def _is_low_product(node: fx.Node) -> bool:
+def _is_low_product(node: fx.Node, devices: Sequence[str]) -> bool:
     value = g.tensor_of(node)
-    if value is None or value.dtype not in g.LOW_DTYPES or value.device.type not in ("cpu", "cuda"):
+    if value is None or value.dtype not in g.LOW_DTYPES or value.device.type not in devices:
         return False
     if value.device.type == "cpu" and not runs_wide(value.dtype):
         return False  # a CPU with low-precision units: torch's own product is the faster one
@@ -174,4 +176,4 @@ def _widen_readers(graph: fx.Graph, node: fx.Node) -> None:
             graph.erase_node(user)
 
 
-PASS = Pass("fuse_cast_matmul", Dialect.FUNCTIONAL, requires=("folded", "eager"), ensures=("fused",), run=run)
+PASS = Pass("fuse_cast_matmul", Dialect.FUNCTIONAL, requires=("folded",), ensures=("fused",), run=run)

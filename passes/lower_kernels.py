@@ -6,7 +6,7 @@
 The same arguments and results; see ``kernels/wide.py`` for what they compute and ``kernels/cpu.py`` for when. Off with
 ``Policy.torch``, whose results are autocast's to the bit.
 
-Requires: folded, eager. Ensures: lowered. A second run changes nothing.
+Requires: folded. Ensures: lowered. A second run changes nothing.
 """
 
 from __future__ import annotations
@@ -38,4 +38,4 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
     return modified
 
 
-PASS = Pass("lower_kernels", Dialect.FUNCTIONAL, requires=("folded", "eager"), ensures=("lowered",), run=run)
+PASS = Pass("lower_kernels", Dialect.FUNCTIONAL, requires=("folded",), ensures=("lowered",), run=run)

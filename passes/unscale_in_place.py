@@ -4,11 +4,11 @@
    right where it is made, so that it can be freed, and no second set of gradients is written
 2. a gradient that shares its memory (an expanded value, one tensor for two parameters, an input) is cloned first
 
-The graph is not functional afterwards, so it is among the last passes; Inductor plans its memory by itself. Left alone
-is a graph with a sparse gradient, and one with a parameter that is not fp32: its gradient is unscaled in fp32 and
+The graph is not functional afterwards, so it is among the last passes; Inductor takes it as it is. Left alone is a
+graph with a sparse gradient, and one with a parameter that is not fp32: its gradient is unscaled in fp32 and
 rounded again.
 
-Requires: scaled, eager. Ensures: in_place. A second run changes nothing.
+Requires: scaled. Ensures: in_place. A second run changes nothing.
 """
 
 from __future__ import annotations
@@ -62,4 +62,4 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
     return True
 
 
-PASS = Pass("unscale_in_place", Dialect.FUNCTIONAL, requires=("scaled", "eager"), ensures=("in_place",), run=run)
+PASS = Pass("unscale_in_place", Dialect.FUNCTIONAL, requires=("scaled",), ensures=("in_place",), run=run)

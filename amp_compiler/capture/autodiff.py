@@ -85,6 +85,7 @@ def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], joint: JointPas
         assert owner is not None
         backward = any(n.op == "placeholder" and str(n.target).startswith("tangents") for n in graph.nodes)
         joint(owner, "joint" if backward else "inference")
+        _decompose_casts(graph)
 
     patches = {
         # without it Inductor keeps fp32 where the graph asks for a rounding to the low dtype
@@ -97,6 +98,16 @@ def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], joint: JointPas
         return compile_fx_inner(graph, inputs, **kwargs)
 
     return compile_fx(gm, list(example_inputs), inner_compile=inner, config_patches=patches)
+
+
+def _decompose_casts(graph: fx.Graph) -> None:
+    """Inductor takes ops apart while a graph is traced, and has no code for those; passes that run later write casts
+    as ``_to_copy``, which is one of them (torch 2.13 fails with "both a fallback and a decomp")."""
+    for node in graph.nodes:
+        if node.target is torch.ops.aten._to_copy.default and g.is_cast(node):
+            node.args = (g.cast_source(node), g.cast_dtype(node))
+            node.kwargs = {}
+            node.target = torch.ops.prims.convert_element_type.default
 
 
 # ------------------------------------------------------------------------------- a whole training step
@@ -276,6 +287,7 @@ def _callable(gm: fx.GraphModule, backend: str) -> Callable[..., Any]:
     from torch._inductor.virtualized import V
 
     gm = fx.GraphModule(gm, copy_graph(gm.graph))  # Inductor changes what it is given
+    _decompose_casts(gm.graph)
     inputs = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
     with V.set_fake_mode(g.fake_mode(gm.graph)), torch._inductor.config.patch("emulate_precision_casts", True):
         joint_graph_passes(gm)  # Inductor has no code for random ops before these

@@ -69,7 +69,7 @@ class WholeStep(Backend):
         if any("recompute" in n.meta for n in joint.graph.nodes):  # torch's partitioner takes functional graphs only
             off += ["accumulate_in_place", "unscale_in_place"]
         steps = pipeline.build(off, backend, accumulating=self.window.size > 1)
-        ctx = Context(self.options.policy, self.options.keep_output_dtypes)
+        ctx = Context(self.options.policy, self.options.keep_output_dtypes, backend=backend)
         steps.step.run(joint, ctx, self.state.history, graph="joint")
         if self.window.scale is None:
             _own_gradients(joint)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from amp_compiler import compile_train_step
+from networks import EncoderLayer
 
 
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
@@ -37,3 +38,63 @@ def test_inductor_updates_as_eager_does(accumulate_steps: int) -> None:
     for name, value in trained["eager"].items():
         # fp32 on both sides: sums in another order, over four small batches
         torch.testing.assert_close(trained["inductor"][name], value, rtol=1e-4, atol=1e-5)
+
+
+class Attentive(nn.Module):
+    """A layer of a transformer: casts move over its views and meet in its sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(20, 32)
+        self.layer = EncoderLayer(32, 4, 64)
+        self.out = nn.Linear(32, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.out(self.layer(self.token(ids) + 1).mean(1))
+
+
+@pytest.mark.parametrize(("dtype", "kernels"), [(torch.bfloat16, "auto"), (torch.float16, "native")])
+def test_a_low_step_under_inductor_is_the_eager_one(
+    dtype: torch.dtype, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor's fused ops round where the graph says so; torch's own round inside some ops too (a mean, a norm)."""
+    monkeypatch.setenv("AMP_CPU_KERNELS", kernels)
+    torch.manual_seed(0)
+    model, ids, y = Attentive(), torch.randint(20, (4, 8)), torch.randint(4, (4,))
+    gradients, ops = {}, {}
+    for backend in ("eager", "inductor"):
+        own = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.1, fused=True)
+        step = compile_train_step(own, F.cross_entropy, optimizer, level="O2", dtype=dtype, backend=backend)
+        assert not bool(step(ids, y).skipped)
+        gradients[backend] = {name: p.grad.clone() for name, p in own.named_parameters()}
+        ops[backend] = {str(n.target) for n in step.joint_graphs[0].graph.nodes if "amp.cast_matmul" in str(n.target)}
+    assert ops["inductor"] == ops["eager"]
+    for name, value in gradients["eager"].items():
+        if name.endswith("key.bias"):
+            continue  # zero but for roundings: softmax does not see what is added to all keys
+        # a rounding more or less in each of a dozen ops, relative to the largest gradient of the tensor
+        bound = 12 * torch.finfo(dtype).eps * value.abs().max()
+        assert (gradients["inductor"][name] - value).abs().max() <= bound, name
+
+
+class Twice(nn.Module):
+    """Two parameters with one gradient, one whose gradient is spread out of a number, and one whose is an input's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Parameter(torch.arange(4.0) + i) for i in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((self.a + self.b) * x).sum() + self.c.sum() + (self.d * x).sum()
+
+
+def test_gradients_that_share_memory_are_unscaled_once_each() -> None:
+    """Inductor leaves out copies that it finds useless; one of a gradient that is unscaled in place is not."""
+    model, x = Twice(), torch.tensor([1.0, -2.0, 3.0, 0.5])
+    step = compile_train_step(model, None, torch.optim.SGD(model.parameters(), lr=0.0), backend="inductor",
+                              loss_scaler=1024.0, dtype=torch.float16)  # fmt: skip
+    step(x, None)
+    for name, wanted in {"a": x, "b": x, "c": torch.ones(4), "d": x}.items():
+        assert torch.equal(getattr(model, name).grad, wanted), name
+    assert torch.equal(x, torch.tensor([1.0, -2.0, 3.0, 0.5]))
