@@ -8,8 +8,8 @@
 3. on a CPU that computes low products in fp32 (``kernels/cpu.py``) every product of low operands becomes one; on one
    that has low-precision units none does
 
-Off with ``Policy.torch``, whose results are autocast's to the bit. On a GPU under Inductor products are left as they are:
-it fuses casts by itself.
+Off with ``Policy.torch``, whose results are autocast's to the bit. On a GPU under Inductor products are left as they
+are: it fuses casts by itself.
 
 Requires: folded. Ensures: fused. A second run changes nothing.
 """
