@@ -21,9 +21,14 @@ def cast(
     row = choice.row if choice is not None else None
     explicit = names_dtype(node)
     follows = not explicit and dict(g.schema_args(node)).get("dtype") is not None
+    wide = row.fp32_results if row is not None else ()
+    names = [result.name for result in getattr(node.target, "_schema").returns] if wide else []  # noqa: B009
     out = tuple(
-        None if v is None else dtype if g.is_eligible(v) and not explicit else v.dtype for v in g.tensor_outputs(node)
-    )
+        None if v is None
+        else dtype if g.is_eligible(v) and not explicit and not (names and names[place] in wide)
+        else v.dtype
+        for place, v in enumerate(g.tensor_outputs(node))
+    )  # fmt: skip
     kept = keep + (row.keep_args if row is not None else ())
     named = dtype if follows else None
     return Decision(Mode.CAST, dtype, reason, choice.cls if choice else None, out, kept, rule, named)

@@ -62,6 +62,11 @@ def _attention(named: dict[str, Any], out: list[int]) -> int:
     return 2 * prod(query) * key[-2] + 2 * prod(out) * key[-2]
 
 
+def _lstm(named: dict[str, Any], out: list[int]) -> int:
+    x, weight, recurrent = _of(named, "x"), _of(named, "w_ih"), _of(named, "w_hh")
+    return 2 * prod(x[:2]) * (prod(weight) + prod(recurrent))
+
+
 def _einsum(named: dict[str, Any], out: list[int]) -> int:
     equation, tensors = named.get("equation"), named.get("tensors", ())
     if not isinstance(equation, str) or "." in equation:
@@ -78,4 +83,5 @@ _FORMULAS: dict[str, Callable[[dict[str, Any], list[int]], int]] = {
     "conv1d": _conv, "conv2d": _conv, "conv3d": _conv, "convolution": _conv,
     "conv_transpose1d": _conv_transpose, "conv_transpose2d": _conv_transpose,
     "conv_transpose3d": _conv_transpose, "scaled_dot_product_attention": _attention, "einsum": _einsum,
+    "amp::lstm_layer": _lstm,
 }  # fmt: skip

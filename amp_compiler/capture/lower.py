@@ -34,7 +34,7 @@ from .. import graph as g
 from ..errors import CaptureError
 from ..ops.row import OpClass
 from ..policy import Policy
-from . import vmap
+from . import recurrent, vmap
 from .twin import promoting
 from .vmap import is_functorch, is_vmap
 
@@ -179,18 +179,11 @@ def _tracing(mode: Any) -> Iterator[None]:
 
 # ------------------------------------------------------------------------------------------ decompositions
 
-_RNN = ("lstm.input", "lstm.data", "gru.input", "gru.data", "rnn_tanh.input", "rnn_relu.input",
-        "rnn_tanh.data", "rnn_relu.data")  # fmt: skip
-
-
 def decompositions(policy: Policy) -> Decompositions:
-    """What to take apart while lowering: RNNs always (their fused CPU op has no usable backward under
+    """What to take apart while lowering: RNNs always (torch's fused CPU op has no usable backward under
     AOTAutograd); under ``Policy.torch`` every composite op that autocast does not list, because autocast
     sees the ops inside it."""
-    from torch._decomp import get_decompositions
-
-    rnn = [_overload(name) for name in _RNN]
-    table: Decompositions = dict(get_decompositions([op for op in rnn if op is not None]))
+    table: Decompositions = recurrent.decompositions(policy)
     if policy.autocast_device is not None:
         table.update(_composites(policy))
     return table

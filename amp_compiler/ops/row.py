@@ -25,7 +25,8 @@ class Row:
     cast. ``fp32_inside`` says that torch's kernel computes in fp32 by itself, so low input
     and output are within one rounding of the fp32 op; ``fp32_args_on_cpu`` names the arguments
     that stay fp32 then on a CPU, whose kernels take them so and keep fp32 statistics for the
-    backward (CUDA's do not take them). ``fp32_only``: torch has no low-precision kernel for it, so
+    backward (CUDA's do not take them). ``fp32_results`` names results that are fp32 whatever goes
+    in. ``fp32_only``: torch has no low-precision kernel for it, so
     it stays fp32 whatever the level. ``banned`` is the message for a use in fp16 that must be
     refused.
     """
@@ -36,5 +37,6 @@ class Row:
     keep_args: tuple[str, ...] = ()
     fp32_inside: bool = False
     fp32_args_on_cpu: tuple[str, ...] = ()
+    fp32_results: tuple[str, ...] = ()
     fp32_only: bool = False
     banned: str = ""

@@ -204,7 +204,7 @@ ROWS: Final[tuple[Row, ...]] = (
         "Norms and matrix products in one op: no single dtype serves both, so leave it.",
     ),
     # Recurrent layers and cells
-    Row("lstm", LOW, _RECURRENT),
+    Row("lstm", LOW, _RECURRENT, fp32_results=("cells",)),
     Row("gru", LOW, _RECURRENT),
     Row("rnn_tanh", LOW, _RECURRENT),
     Row("lstm_cell", LOW, _RECURRENT),
@@ -1208,6 +1208,8 @@ ALIASES: Final[Mapping[str, str]] = MappingProxyType(
         "_triton_scaled_dot_attention": "scaled_dot_product_attention",
         "_triton_multi_head_attention": "_native_multi_head_attention",
         # Recurrent layers
+        "amp::lstm_layer": "lstm",
+        "amp::lstm_layer_backward": "lstm",
         "mkldnn_rnn_layer": "lstm",
         "mkldnn_rnn_layer_backward": "lstm",
         "_thnn_fused_lstm_cell": "lstm_cell",

@@ -381,7 +381,7 @@ def test_called_inside_the_users_autocast_the_policy_wins() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "training"), [(nn.LSTM, True), (nn.GRU, True), (nn.GRU, False)], ids=["lstm", "gru", "gru in eval"]
+    ("kind", "training"), [(nn.RNN, True), (nn.GRU, True), (nn.GRU, False)], ids=["rnn", "gru", "gru in eval"]
 )
 def test_recurrent_layers_are_captured_op_by_op(kind: Any, training: bool) -> None:
     model = Recurrent(kind, 1)

@@ -25,7 +25,7 @@ from amp_compiler import AmpModule, AmpWarning, Policy, amp_compile, constants, 
 from amp_compiler import compile as compile_
 from amp_compiler import graph as g
 from amp_compiler.backend import Captured
-from amp_compiler.capture import autodiff, dynamo, export, lower, twin
+from amp_compiler.capture import autodiff, dynamo, export, lower, recurrent, twin
 from amp_compiler.errors import VerifyError
 from amp_compiler.graph import Decision, Mode
 from amp_compiler.ops.row import Row
@@ -598,15 +598,22 @@ def without_meta(mode: Any) -> Iterator[None]:
 
 
 @trap("LSTM: Dynamo skips it", settings(rnn=False))
-@trap("LSTM: mkldnn", becomes(lower, "_tracing", with_mkldnn), Exception, "tensors_saved")
-@trap("LSTM: decompositions", becomes(lower, "_RNN", ()), Exception, "tensors_saved")
+@trap("LSTM: decompositions", becomes(recurrent, "_OPS", ()), Exception, "tensors_saved")
 def lstm() -> None:
     model, x = nn.LSTM(4, 4), normal(3, 2, 4)
     fast = compiled(model)
     fast(x)[0].sum().backward()
     assert fast.report().not_captured == ()
-    assert {r.precision for r in fast.report().rows if r.op in ("linear", "matmul", "mm")} == {"bfloat16"}
+    assert {r.precision for r in fast.report().rows if r.op == "amp::lstm_layer"} == {"bfloat16"}
     assert all(p.grad is not None for p in model.parameters())
+
+
+@trap("LSTM: mkldnn", becomes(lower, "_tracing", with_mkldnn), Exception, "tensors_saved")
+def lstm_like_autocast() -> None:
+    model = nn.LSTM(4, 4)
+    fast = amp_compile(model, policy=Policy.torch("cpu", BF16))
+    fast(normal(3, 2, 4))[0].sum().backward()
+    assert {r.precision for r in fast.report().rows if r.op in ("linear", "matmul", "mm")} == {"bfloat16"}
 
 
 @trap("fused encoder layer", settings(fastpath=True))

@@ -46,7 +46,8 @@ def test_casts_have_no_row() -> None:
 
 @pytest.mark.parametrize("names", [ROW, ALIASES], ids=["rows", "aliases"])
 def test_every_name_is_an_aten_op(names: dict[str, object]) -> None:
-    assert [name for name in names if not hasattr(aten, name)] == []
+    """Or one of ours."""
+    assert [name for name in names if not hasattr(aten, name) and not name.startswith("amp::")] == []
 
 
 def test_aliases_lead_to_rows() -> None:

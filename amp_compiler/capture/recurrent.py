@@ -1,0 +1,114 @@
+"""Recurrent layers while a graph is lowered: layer by layer, and an LSTM's layer on a CPU as one op.
+
+torch 2.13 takes ``aten.lstm``, ``gru`` and ``rnn_*`` apart in Python while it traces (``torch._decomp``). Two things
+are ours instead. *Dropout* between layers: torch's decomposition leaves it out (its test for the last layer,
+``num_layers < i - 1``, is never true), so that such a model would train without it and without a word. *An LSTM's
+layer* on a CPU is ``amp::lstm_layer`` (``kernels/lstm.py``), one op for the whole sequence, not thirty ops a step.
+``Policy.torch`` takes it apart: its results are those of autocast around torch's own cells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..kernels.lstm import LOW  # and the op
+from ..policy import Policy
+
+aten = torch.ops.aten
+_OPS = (aten.lstm.input, aten.lstm.data, aten.gru.input, aten.gru.data, aten.rnn_tanh.input, aten.rnn_tanh.data,
+        aten.rnn_relu.input, aten.rnn_relu.data)  # fmt: skip
+
+Results = tuple[Tensor, ...]
+#: a layer of any kind: (input, states, parameters, biases, train, both directions) -> (output, states after it)
+Layer = Callable[[Tensor, list[Tensor], list[Tensor], bool, bool, bool], Results]
+
+
+def decompositions(policy: Policy) -> dict[Any, Callable[..., Any]]:
+    """How to take each recurrent op apart."""
+    from torch._decomp import get_decompositions
+
+    torchs = get_decompositions(_OPS)
+    whole = policy.autocast_device is None
+    return {op: partial(_packed if op._overloadname == "data" else _padded, torchs[op], whole) for op in _OPS}
+
+
+def _padded(
+    torchs: Callable[..., Results], whole: bool, input: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor],
+    has_biases: bool, num_layers: int, dropout: float, train: bool, bidirectional: bool, batch_first: bool,
+) -> Results:  # fmt: skip
+    def torch_layer(
+        x: Tensor, states: list[Tensor], weights: list[Tensor], biases: bool, train: bool, both: bool
+    ) -> Results:
+        given = states[0] if isinstance(hx, Tensor) else states
+        return torchs(x, given, weights, biases, 1, 0.0, train, both, False)
+
+    states = _listed(hx)
+    x = input.transpose(0, 1) if batch_first else input
+    own = whole and len(states) == 2 and _is_ours(x, states, params)
+    out, *after = _layers(
+        _lstm_layer if own else torch_layer, x, states, params, has_biases, num_layers, dropout, train, bidirectional
+    )
+    return (out.transpose(0, 1) if batch_first else out, *after)
+
+
+def _packed(
+    torchs: Callable[..., Results], whole: bool, data: Tensor, batch_sizes: Tensor, hx: Tensor | Sequence[Tensor],
+    params: Sequence[Tensor], has_biases: bool, num_layers: int, dropout: float, train: bool, bidirectional: bool,
+) -> Results:  # fmt: skip
+    def torch_layer(
+        x: Tensor, states: list[Tensor], weights: list[Tensor], biases: bool, train: bool, both: bool
+    ) -> Results:
+        given = states[0] if isinstance(hx, Tensor) else states
+        return torchs(x, batch_sizes, given, weights, biases, 1, 0.0, train, both)
+
+    return _layers(torch_layer, data, _listed(hx), params, has_biases, num_layers, dropout, train, bidirectional)
+
+
+def _listed(hx: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    return [hx] if isinstance(hx, Tensor) else list(hx)
+
+
+def _layers(
+    layer: Layer, x: Tensor, states: list[Tensor], params: Sequence[Tensor], biases: bool, number: int, dropout: float,
+    train: bool, both: bool,
+) -> Results:  # fmt: skip
+    directions, size = 2 if both else 1, len(params) // number
+    after: list[list[Tensor]] = [[] for _ in states]
+    for index in range(number):
+        begun = [state[index * directions : (index + 1) * directions] for state in states]
+        x, *ended = layer(x, begun, list(params[index * size : (index + 1) * size]), biases, train, both)
+        for kept, state in zip(after, ended, strict=True):
+            kept.append(state)
+        if train and dropout > 0 and index < number - 1:
+            x = F.dropout(x, dropout, training=True)
+    return (x, *(torch.cat(kept) if number > 1 else kept[0] for kept in after))
+
+
+def _is_ours(x: Tensor, states: list[Tensor], params: Sequence[Tensor]) -> bool:
+    """Not with a projection, whose state is narrower than its cell; and an fp64 LSTM is left to torch."""
+    h, c = states
+    tensors = (x, h, c, *params)
+    known = all(t.device.type == "cpu" and t.dtype in (torch.float32, *LOW) for t in tensors)
+    return known and h.shape[-1] == c.shape[-1]
+
+
+def _lstm_layer(
+    x: Tensor, states: list[Tensor], weights: list[Tensor], biases: bool, train: bool, both: bool
+) -> Results:
+    h, c = states
+    size = 4 if biases else 2
+    outs, hs, cs = [], [], []
+    for direction in range(2 if both else 1):
+        w_ih, w_hh, *bias = weights[direction * size : (direction + 1) * size]
+        b_ih, b_hh = bias if bias else (None, None)
+        found = torch.ops.amp.lstm_layer(x, h[direction], c[direction], w_ih, w_hh, b_ih, b_hh, direction == 1)
+        outs.append(found[0])
+        hs.append(found[1])
+        cs.append(found[2])
+    return torch.cat(outs, -1) if both else outs[0], torch.stack(hs), torch.stack(cs)

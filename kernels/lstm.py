@@ -1,0 +1,217 @@
+"""``amp::lstm_layer``: one layer of an LSTM over a whole sequence, in one direction, and ``amp::lstm_layer_backward``.
+
+    lstm_layer(Tensor x, Tensor h, Tensor c, Tensor w_ih, Tensor w_hh, Tensor? b_ih, Tensor? b_hh, bool reverse)
+        -> (Tensor out, Tensor h_n, Tensor c_n, Tensor gates, Tensor cells)
+
+``x`` is [length, batch, inputs], ``h`` and ``c`` are [batch, hidden], the weights as ``nn.LSTM`` has them (gates in the
+order input, forget, cell, output). All are of one dtype: fp32, fp16 or bf16. ``gates`` (after their activation) and
+``cells`` are what the backward needs.
+
+In a low dtype every product has low operands and fp32 sums, as cuDNN does it: the state that goes into the next step is
+rounded, the cell stays in fp32 from the first step to the last, and everything between is fp32.
+
+Taken apart, a sequence of 32 steps is more than a thousand ops of a graph: it would be compiled anew for each length,
+in half a minute, and be slower than torch's layer under autocast. This op is a loop of a dozen calls a step; products
+that do not depend on the state are made for all steps at once. On a CPU only: elsewhere the layer is taken apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import cast_matmul as _defines_cast_matmul  # noqa: F401
+
+LOW = (torch.float16, torch.bfloat16)
+
+_LIBRARY = torch.library.Library("amp", "FRAGMENT")
+_LIBRARY.define(
+    "lstm_layer(Tensor x, Tensor h, Tensor c, Tensor w_ih, Tensor w_hh, Tensor? b_ih, Tensor? b_hh, bool reverse)"
+    " -> (Tensor out, Tensor h_n, Tensor c_n, Tensor gates, Tensor cells)"
+)
+_LIBRARY.define(
+    "lstm_layer_backward(Tensor? grad_out, Tensor? grad_h, Tensor? grad_c, Tensor x, Tensor h, Tensor c, Tensor w_ih,"
+    " Tensor w_hh, Tensor out, Tensor gates, Tensor cells, bool reverse, bool for_x)"
+    " -> (Tensor x, Tensor h, Tensor c, Tensor w_ih, Tensor w_hh, Tensor bias)"
+)
+
+
+def reference(
+    x: Tensor, h: Tensor, c: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None, reverse: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the op means, step by step in fp64 between its roundings: (out, h_n, c_n)."""
+    dtype, wide = x.dtype, torch.float64
+    bias = sum(b.to(wide) for b in (b_ih, b_hh) if b is not None)
+    state, cell = h, c.to(wide)
+    steps: list[Tensor] = [state] * len(x)
+    for t in reversed(range(len(x))) if reverse else range(len(x)):
+        gates = x[t].to(wide) @ w_ih.to(wide).T + state.to(wide) @ w_hh.to(wide).T + bias
+        i, f, g, o = gates.chunk(4, -1)
+        cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
+        state = (o.sigmoid() * cell.tanh()).to(dtype)
+        steps[t] = state
+    return torch.stack(steps), state, cell.to(dtype)
+
+
+def _product(a: Tensor, b: Tensor, low: torch.dtype | None, out: torch.dtype) -> Tensor:
+    result: Tensor = torch.mm(a, b) if low is None else torch.ops.amp.cast_matmul.default(a, b, None, low, out)
+    return result
+
+
+def _order(length: int, reverse: bool) -> Sequence[int]:
+    return range(length - 1, -1, -1) if reverse else range(length)
+
+
+def _forward(
+    x: Tensor, h: Tensor, c: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None, reverse: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    length, batch, _ = x.shape
+    hidden = w_hh.shape[1]
+    low = x.dtype if x.dtype in LOW else None
+    gates = _product(x.reshape(length * batch, -1), w_ih.t(), low, torch.float32)
+    for bias in (b_ih, b_hh):
+        if bias is not None:
+            gates.add_(bias)
+    gates = gates.view(length, batch, 4 * hidden)
+    whole = gates.unbind(0)
+    early, late = gates[..., : 2 * hidden].unbind(0), gates[..., 3 * hidden :].unbind(0)
+    i, f, g, o = (part.unbind(0) for part in gates.split(hidden, -1))
+    out, cells = x.new_empty(length, batch, hidden), gates.new_empty(length, batch, hidden)
+    outs, cs = out.unbind(0), cells.unbind(0)
+    right, state, cell, scratch = w_hh.t().float(), h.float(), c.float(), gates.new_empty(batch, hidden)
+    for t in _order(length, reverse):
+        whole[t].addmm_(state, right)
+        early[t].sigmoid_()
+        g[t].tanh_()
+        late[t].sigmoid_()
+        cell = torch.mul(f[t], cell, out=cs[t]).addcmul_(i[t], g[t])
+        torch.tanh(cell, out=scratch)
+        if low is None:
+            state = torch.mul(o[t], scratch, out=outs[t])
+        else:
+            outs[t].copy_(scratch.mul_(o[t]))
+            state = scratch.copy_(outs[t])  # the next product reads what was rounded
+    last = state.to(x.dtype) if low is not None else state.clone()
+    return out, last, cell.to(x.dtype, copy=True), gates.to(x.dtype), cells
+
+
+def _before(first: Tensor, steps: Tensor, reverse: bool) -> Tensor:
+    """The value that each step began with."""
+    first = first.to(steps.dtype).unsqueeze(0)
+    return torch.cat((steps[1:], first) if reverse else (first, steps[:-1]))
+
+
+def _backward(
+    grad_out: Tensor | None, grad_h: Tensor | None, grad_c: Tensor | None, x: Tensor, h: Tensor, c: Tensor,
+    w_ih: Tensor, w_hh: Tensor, out: Tensor, gates: Tensor, cells: Tensor, reverse: bool, for_x: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    length, batch, _ = x.shape
+    hidden = w_hh.shape[1]
+    low = x.dtype if x.dtype in LOW else None
+    i, f, g, o = gates.float().split(hidden, -1)
+    squashed = torch.tanh(cells)
+    # what a gate's gradient is multiplied by on its way into the sum before the activation, for all steps at once
+    slopes = cells.new_empty(length, batch, 4, hidden)
+    for part, other, value, square in (
+        (0, g, i, False), (1, _before(c, cells, reverse), f, False), (2, i, g, True), (3, squashed, o, False)
+    ):  # fmt: skip
+        derivative = torch.addcmul(torch.ones((), dtype=torch.float32), value, value, value=-1) if square else (
+            torch.addcmul(value, value, value, value=-1)
+        )
+        torch.mul(other, derivative, out=slopes[:, :, part])
+    into_cell = torch.addcmul(o, o * squashed, squashed, value=-1).unbind(0)
+    sums = slopes.view(length, batch, 4 * hidden).unbind(0)
+    first_three, last = slopes[:, :, :3].unbind(0), slopes[:, :, 3].unbind(0)
+    forget, cell = f.unbind(0), cells.new_zeros(batch, hidden) if grad_c is None else grad_c.to(cells.dtype, copy=True)
+    state = cells.new_zeros(batch, hidden) if grad_h is None else grad_h.to(cells.dtype, copy=True)
+    given = None if grad_out is None else grad_out.float().unbind(0)
+    rounded = gates.new_empty(length, batch, 4 * hidden) if low is not None else None
+    steps = None if rounded is None else rounded.unbind(0)
+    right = w_hh.float()
+    for t in reversed(_order(length, reverse)):
+        if given is not None:
+            state.add_(given[t])
+        cell.addcmul_(state, into_cell[t])
+        first_three[t].mul_(cell.unsqueeze(1))
+        last[t].mul_(state)
+        if steps is not None:
+            sums[t].copy_(steps[t].copy_(sums[t]))
+        torch.mm(sums[t], right, out=state)
+        cell.mul_(forget[t])
+    flat = (slopes if rounded is None else rounded).view(length * batch, 4 * hidden)
+    turned = flat.t()
+    dtype = x.dtype
+    return (
+        _product(flat, w_ih, low, dtype).view(x.shape) if for_x else x.new_empty(0),
+        state.to(dtype),
+        cell.to(dtype),
+        _product(turned, x.reshape(length * batch, -1), low, dtype),
+        _product(turned, _before(h, out, reverse).view(length * batch, hidden), low, dtype),
+        flat.sum(0, dtype=torch.float32).to(dtype),
+    )
+
+
+def _fake(
+    x: Tensor, h: Tensor, c: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None, reverse: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    length, batch, _ = x.shape
+    hidden = w_hh.shape[1]
+    return (
+        x.new_empty(length, batch, hidden), x.new_empty(batch, hidden), x.new_empty(batch, hidden),
+        x.new_empty(length, batch, 4 * hidden), x.new_empty(length, batch, hidden, dtype=torch.float32),
+    )  # fmt: skip
+
+
+def _fake_backward(
+    grad_out: Tensor | None, grad_h: Tensor | None, grad_c: Tensor | None, x: Tensor, h: Tensor, c: Tensor,
+    w_ih: Tensor, w_hh: Tensor, out: Tensor, gates: Tensor, cells: Tensor, reverse: bool, for_x: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    gave = x.new_empty(x.shape) if for_x else x.new_empty(0)
+    rest = (t.new_empty(t.shape) for t in (h, c, w_ih, w_hh))
+    return (gave, *rest, x.new_empty(w_hh.shape[0]))  # type: ignore[return-value]
+
+
+class _LstmLayer(torch.autograd.Function):
+    """Registered by hand: ``torch.library.register_autograd`` costs more for each call than a few steps do."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        x, h, c, w_ih, w_hh, b_ih, b_hh, reverse = args
+        with torch._C._AutoDispatchBelowAutograd():
+            results = torch.ops.amp.lstm_layer.default(*args)
+        out, _, _, gates, cells = results
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, h, c, w_ih, w_hh, out, gates, cells)
+        ctx.mark_non_differentiable(gates, cells)
+        ctx.reverse, ctx.biases = reverse, (b_ih is not None, b_hh is not None)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_out, grad_h, grad_c = gradients[:3]
+        x, h, c, w_ih, w_hh, out, gates, cells = ctx.saved_tensors
+        wants = ctx.needs_input_grad
+        found = torch.ops.amp.lstm_layer_backward.default(
+            grad_out, grad_h, grad_c, x, h, c, w_ih, w_hh, out, gates, cells, ctx.reverse, wants[0]
+        )
+        bias = found[5]
+        grads = (*found[:5], *(bias if there else None for there in ctx.biases))
+        return *(grad if wanted else None for grad, wanted in zip(grads, wants, strict=False)), None
+
+
+def _autograd(*args: Any) -> tuple[Tensor, ...]:
+    if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+        result: tuple[Tensor, ...] = _LstmLayer.apply(*args)  # type: ignore[no-untyped-call]
+        return result
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.amp.lstm_layer.default(*args)  # type: ignore[no-any-return]
+
+
+_LIBRARY.impl("lstm_layer", _forward, "CPU")
+_LIBRARY.impl("lstm_layer", _autograd, "Autograd")
+_LIBRARY.impl("lstm_layer_backward", _backward, "CPU")
+torch.library.register_fake("amp::lstm_layer", _fake, lib=_LIBRARY)
+torch.library.register_fake("amp::lstm_layer_backward", _fake_backward, lib=_LIBRARY)

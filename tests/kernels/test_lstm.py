@@ -1,0 +1,93 @@
+"""``amp::lstm_layer``: the numbers of its definition, the gradients of the function that it computes, any shape."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from amp_compiler.kernels.lstm import reference
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+op = torch.ops.amp.lstm_layer
+
+
+def operands(length: int, batch: int, inputs: int, hidden: int, dtype: torch.dtype, biases: bool = True) -> list:
+    made = torch.Generator().manual_seed(length + 10 * batch + 100 * inputs + 1000 * hidden)
+    shapes = [(length, batch, inputs), (batch, hidden), (batch, hidden), (4 * hidden, inputs), (4 * hidden, hidden)]
+    shapes += [(4 * hidden,)] * 2 if biases else []
+    found: list = [torch.randn(s, generator=made).mul(0.5).to(dtype) for s in shapes]
+    return found if biases else [*found, None, None]
+
+
+sizes = st.integers(1, 7)
+
+
+@settings(max_examples=40)
+@given(length=sizes, batch=sizes, inputs=sizes, hidden=sizes, dtype=st.sampled_from([F32, F16, BF16]),
+       biases=st.booleans(), reverse=st.booleans())  # fmt: skip
+def test_it_is_its_definition(
+    length: int, batch: int, inputs: int, hidden: int, dtype: torch.dtype, biases: bool, reverse: bool
+) -> None:
+    args = operands(length, batch, inputs, hidden, dtype, biases)
+    out, h, c, _, _ = op(*args, reverse)
+    for own, wanted in zip((out, h, c), reference(*args, reverse), strict=True):
+        assert own.dtype is wanted.dtype is dtype
+        assert own.shape == wanted.shape
+        # values are below 1 but for the cell's, which is below its start plus one a step; a state that fp32 and fp64
+        # round to two neighbours is one step of the dtype apart, and weights below 2 carry that on
+        bound = (4 * length * torch.finfo(dtype).eps) * (1 + length)
+        assert (own - wanted).abs().max() <= bound
+    assert torch.equal(h, out[0 if reverse else -1])
+
+
+def loss_of(results: tuple[Tensor, ...]) -> Tensor:
+    out, h, c = (r.double() for r in results[:3])
+    weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)
+    return (out * weights).sum() + h.square().sum() + (2 * c).sin().sum()
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(("dtype", "roundings"), [(F32, 64), (F16, 32), (BF16, 32)])
+def test_gradients_are_those_of_the_function(dtype: torch.dtype, roundings: int, reverse: bool) -> None:
+    """Beside torch's own derivative of the same steps in fp64; each of five steps rounds a few times."""
+    args = operands(5, 3, 4, 6, dtype)
+    leaves = [a.clone().requires_grad_() for a in args]
+    loss_of(op(*leaves, reverse)).backward()
+    exact = [a.double().requires_grad_() for a in args]
+    loss_of(reference(*exact, reverse)).backward()
+    for own, wanted in zip(leaves, exact, strict=True):
+        assert own.grad.dtype is dtype
+        assert (own.grad - wanted.grad).abs().max() <= roundings * torch.finfo(dtype).eps * wanted.grad.abs().max()
+
+
+def test_only_what_is_asked_for_gets_a_gradient() -> None:
+    args = operands(3, 2, 4, 5, BF16)
+    args[4].requires_grad_()
+    out, *_ = op(*args, False)
+    out.sum().backward()
+    assert args[4].grad is not None
+    assert all(a.grad is None for i, a in enumerate(args) if i != 4)
+
+
+def test_the_cell_is_not_rounded_on_its_way() -> None:
+    """A gate that adds 2^-10 a step to a cell of 1: a bf16 cell would stay at 1 for ever."""
+    length, big = 64, 40.0
+    w = torch.zeros(4, 1, dtype=BF16)
+    bias = torch.tensor([big, big, 2.0**-10, big], dtype=BF16)  # input, forget, cell, output
+    start = torch.ones(1, 1, dtype=BF16)
+    x = torch.zeros(length, 1, 1, dtype=BF16)
+    _, _, c, _, cells = op(x, start, start, w, w, bias, None, False)
+    assert torch.isclose(cells[-1], torch.tensor(1 + length * 2.0**-10), rtol=1e-4).all()
+    assert c.item() == 1.0625
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_opcheck(dtype: torch.dtype) -> None:
+    args = operands(3, 2, 4, 5, dtype)
+    torch.library.opcheck(op.default, (*args, False))
+    for a in args:
+        a.requires_grad_()
+    torch.library.opcheck(op.default, (*args, True))
