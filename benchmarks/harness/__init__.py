@@ -11,7 +11,8 @@ from pathlib import Path
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # read when torch is loaded; the profiler logs every start
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tests"))  # the networks are those of the tests
+if str(ROOT / "tests") not in sys.path:
+    sys.path.append(str(ROOT / "tests"))  # the networks are those of the tests
 
 from .counts import Counts, count  # noqa: E402
 from .growth import Growth, fit  # noqa: E402
@@ -19,7 +20,7 @@ from .machine import machine, set_threads  # noqa: E402
 from .memory import in_fresh_process, peak_bytes, peak_resident, saved_by_autograd, saved_in_graph  # noqa: E402
 from .plots import bars, lines, panels  # noqa: E402
 from .results import DTYPES, BadResult, Result, Row, Run, arguments, console, read  # noqa: E402
-from .timing import Ratio, Spread, interleave, ms, ratio, sampled, spread  # noqa: E402
+from .timing import Ratio, Spread, interleave, interval, ms, ratio, sampled, spread  # noqa: E402
 
 __all__ = [
     "DTYPES",
@@ -39,6 +40,7 @@ __all__ = [
     "fit",
     "in_fresh_process",
     "interleave",
+    "interval",
     "lines",
     "machine",
     "ms",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import subprocess
@@ -61,6 +62,7 @@ def _cpu_name() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
+@functools.cache
 def _commit() -> str:
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     try:
