@@ -30,7 +30,7 @@ def machine() -> dict[str, str]:
         "cores": str(os.cpu_count()),
         "threads": str(torch.get_num_threads()),
         "features": " ".join(name for name, there in features.items() if there),
-        "kernels": os.environ.get("AMP_CPU_KERNELS", "chosen"),
+        "kernels": os.environ.get("AMP_CPU_KERNELS", "auto"),
         "load": " ".join(f"{load:.1f}" for load in os.getloadavg()),
         "python": platform.python_version(),
         **_versions(),
