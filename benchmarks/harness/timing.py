@@ -6,14 +6,16 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 CONFIDENCE = 0.95
+Name = TypeVar("Name", bound=Hashable)
 
 
-def interleave(cases: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+def interleave(cases: Mapping[Name, Callable[[], float]], rounds: int) -> dict[Name, list[float]]:
     """Run every case `rounds` times in turns, each round starting with another one.
 
     A case measures itself and returns seconds, so that its preparation stays out of the time.
@@ -23,7 +25,7 @@ def interleave(cases: Mapping[str, Callable[[], float]], rounds: int) -> dict[st
     >>> interleave(cases, 2), order
     ({'a': [1.0, 1.0], 'b': [1.0, 1.0]}, ['a', 'b', 'b', 'a'])
     """
-    samples: dict[str, list[float]] = {name: [] for name in cases}
+    samples: dict[Name, list[float]] = {name: [] for name in cases}
     names = list(cases)
     with _collected():
         for number in range(rounds):
