@@ -1,0 +1,58 @@
+"""How benchmarks measure: nothing here knows a network, a script or a claim.
+
+A benchmark measures the peer in the same run, in turns with ours, and divides samples of the same round.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # read when torch is loaded; the profiler logs every start
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT / "tests") not in sys.path:
+    sys.path.append(str(ROOT / "tests"))  # the networks are those of the tests
+
+from .counts import Counts, count  # noqa: E402
+from .growth import Growth, fit  # noqa: E402
+from .machine import machine, set_threads  # noqa: E402
+from .memory import in_fresh_process, peak_bytes, peak_resident, saved_by_autograd, saved_in_graph  # noqa: E402
+from .plots import bars, lines, panels  # noqa: E402
+from .results import DTYPES, BadResult, Result, Row, Run, arguments, console, positive, read  # noqa: E402
+from .timing import Ratio, Spread, interleave, interval, ms, ratio, sampled, spread  # noqa: E402
+
+__all__ = [
+    "DTYPES",
+    "ROOT",
+    "BadResult",
+    "Counts",
+    "Growth",
+    "Ratio",
+    "Result",
+    "Row",
+    "Run",
+    "Spread",
+    "arguments",
+    "bars",
+    "console",
+    "count",
+    "fit",
+    "in_fresh_process",
+    "interleave",
+    "interval",
+    "lines",
+    "machine",
+    "ms",
+    "panels",
+    "peak_bytes",
+    "peak_resident",
+    "positive",
+    "ratio",
+    "read",
+    "sampled",
+    "saved_by_autograd",
+    "saved_in_graph",
+    "set_threads",
+    "spread",
+]

@@ -1,0 +1,164 @@
+"""Times: taken in turns, shown with their spread, divided round by round."""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+CONFIDENCE = 0.95
+Name = TypeVar("Name", bound=Hashable)
+
+
+def interleave(cases: Mapping[Name, Callable[[], float]], rounds: int) -> dict[Name, list[float]]:
+    """Run every case `rounds` times in turns, each round starting with another one.
+
+    A case measures itself and returns seconds, so that its preparation stays out of the time.
+
+    >>> order = []
+    >>> cases = {name: lambda name=name: order.append(name) or 1.0 for name in "ab"}
+    >>> interleave(cases, 2), order
+    ({'a': [1.0, 1.0], 'b': [1.0, 1.0]}, ['a', 'b', 'b', 'a'])
+    """
+    samples: dict[Name, list[float]] = {name: [] for name in cases}
+    names = list(cases)
+    with _collected():
+        for number in range(rounds):
+            first = number % len(names) if names else 0
+            for name in names[first:] + names[:first]:
+                gc.collect()
+                samples[name].append(cases[name]())
+    return samples
+
+
+@contextmanager
+def _collected() -> Iterator[None]:
+    """What is there now is not looked at again, so that a collection before each sample costs next to nothing."""
+    gc.collect()
+    was_frozen = gc.get_freeze_count() > 0
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not was_frozen:
+            gc.unfreeze()
+
+
+def sampled(run: Callable[[], object], seconds: float = 0.2, warm: bool = False) -> Callable[[], float]:
+    """A case for `interleave`: seconds a run, of as many runs as fill `seconds`; compiled and warm from the start.
+
+    The first run may compile and is not timed; `warm`: it has run before, and there is none. What takes longer than
+    `seconds` then runs once more, not three times.
+    """
+    if not warm:
+        run()
+    spent, taken = 0.0, 0.0
+    for _ in range(3):
+        start = time.perf_counter()
+        run()
+        taken = time.perf_counter() - start
+        spent += taken
+        if spent >= seconds:
+            break
+    repeats = max(1, round(seconds / max(taken, 1e-9)))
+
+    def sample() -> float:
+        start = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        return (time.perf_counter() - start) / repeats
+
+    return sample
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Samples in seconds: the middle one and the range. As text: milliseconds."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{ms(self.median)} ({ms(self.low)} to {ms(self.high)})"
+
+
+def spread(samples: Sequence[float]) -> Spread:
+    """Median and range.
+
+    >>> str(spread([0.001, 0.002, 0.004]))
+    '2.00 (1.00 to 4.00)'
+    """
+    return Spread(statistics.median(samples), min(samples), max(samples))
+
+
+def ms(seconds: float) -> str:
+    """Milliseconds; two decimals below ten."""
+    return f"{seconds * 1e3:,.2f}" if seconds < 0.009995 else f"{seconds * 1e3:,.1f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """One time divided by another: the median of the rounds and an interval around it.
+
+    >>> str(Ratio(1.05, 1.02, 1.09)), str(Ratio(1.01, 0.97, 1.04)), str(Ratio(39.18, 38.1, 40.2))
+    ('1.05 (1.02 to 1.09)', 'no difference (0.97 to 1.04)', '39.2 (38.1 to 40.2)')
+    """
+
+    median: float
+    low: float
+    high: float
+
+    @property
+    def differs(self) -> bool:
+        """Whether the interval leaves out 1."""
+        return not self.low <= 1.0 <= self.high
+
+    def __str__(self) -> str:
+        middle = times(self.median) if self.differs else "no difference"
+        return f"{middle} ({times(self.low)} to {times(self.high)})"
+
+
+def times(value: float) -> str:
+    """A factor with three figures or two decimals."""
+    return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:,.0f}"
+
+
+def ratio(own: Sequence[float], peer: Sequence[float]) -> Ratio:
+    """`own` divided by `peer`, round by round.
+
+    The middle is the median of the rounds' ratios. The interval holds the true median with a probability of at least
+    95 %, whatever the distribution: it lies between two of the sorted ratios, chosen by the binomial distribution.
+    Fewer than six rounds cannot give that much, and the interval is their whole range.
+
+    >>> str(ratio([2.0, 2.2, 2.1], [1.0, 1.0, 1.0]))
+    '2.10 (2.00 to 2.20)'
+    """
+    return Ratio(*interval([a / b for a, b in zip(own, peer, strict=True)]))
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """The median, and between what it lies; see `ratio`."""
+    if not values:
+        raise ValueError("no samples: a median needs at least one round")
+    ordered, skipped = sorted(values), _skipped(len(values))
+    return statistics.median(ordered), ordered[skipped], ordered[-1 - skipped]
+
+
+def _skipped(number: int, confidence: float = CONFIDENCE) -> int:
+    """How many of the sorted values lie outside of the median's interval, at each end.
+
+    The k-th smallest lies above the true median if fewer than k values fall below it: a binomial tail of fair coins.
+    """
+    outside, skipped = 1, 0
+    while 2 * (skipped + 1) < number:
+        outside += math.comb(number, skipped + 1)
+        if 2 * outside / 2**number > 1 - confidence:
+            break
+        skipped += 1
+    return skipped
