@@ -31,7 +31,7 @@ _Event = Any
 _Tensor = Any
 
 #: how the names of kernels begin that convert what they read in scratch memory of their own
-KERNELS = ("amp::cast_matmul", "amp::wide_")
+KERNELS = ("amp::cast_matmul", "amp::wide_", "amp::lstm_layer")
 _COMPILING = "(dynamo_timed)"  # how Dynamo ends the names of the phases of a compilation
 _HANDED_ON = ("PythonDispatchMode", "PythonSubclass")  # the op did not run here but below, from Python
 _HALF_TO_FLOAT = ("aten::_softmax", "aten::_log_softmax")  # third argument: read half, write float

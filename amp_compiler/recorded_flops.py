@@ -86,11 +86,11 @@ def _attention_backward(arguments: Sequence[Argument], lists: Sequence[Any]) -> 
     return arguments[1].dtype, sdpa_backward_flop_count(*(tensor.sizes for tensor in arguments[:4]))
 
 
-def _rnn_layer(times: int) -> Formula:
+def _rnn_layer(times: int, x_at: int = 0, weights_at: int = 1) -> Formula:
     """Every step of every sequence meets both weights of a layer; the backward twice: for input and for weights."""
 
     def formula(arguments: Sequence[Argument], lists: Sequence[Any]) -> tuple[torch.dtype, int]:
-        x, from_input, from_state = arguments[:3]
+        x, (from_input, from_state) = arguments[x_at], arguments[weights_at : weights_at + 2]
         weights = math.prod(from_input.sizes) + math.prod(from_state.sizes)
         return x.dtype, times * 2 * math.prod(x.sizes[:-1]) * weights
 
@@ -113,6 +113,8 @@ _FORMULAS: dict[str, Formula] = {
     },
     "aten::mkldnn_rnn_layer": _rnn_layer(1),
     "aten::mkldnn_rnn_layer_backward": _rnn_layer(2),
+    "amp::lstm_layer": _rnn_layer(1, 0, 3),
+    "amp::lstm_layer_backward": _rnn_layer(2, 3, 6),
     "amp::cast_matmul": _cast_product,
     "amp::wide_convolution": _convolution,
     "amp::wide_convolution_backward": _convolution_backward,

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from amp_compiler import amp_compile
 from amp_compiler.kernels import cast_matmul as _defines  # noqa: F401
 from amp_compiler.kernels.wide import wide_form
 from amp_compiler.profile import count_all, count_casts, count_flops, count_ops
@@ -133,6 +134,11 @@ def test_an_lstm_of_one_op_counts_like_one_of_many() -> None:
             assert count_flops(lambda: model(x)) == fused
     assert fused == {FP32: 2 * 5 * 2 * (64 * 8 + 64 * 16 + 2 * 64 * 16)}
     assert count_flops(lambda: model(x)[0].sum().backward()) == {FP32: 3 * fused[FP32]}
+    fast = amp_compile(model, dtype=BF16)
+    x.requires_grad_()
+    fast(x)[0].sum().backward()
+    assert count_flops(lambda: fast(x)[0].sum().backward()) == {BF16: 3 * fused[FP32]}
+    assert "FLOPs in low precision: 100.0%" in str(fast.report())
 
 
 @pytest.mark.parametrize("name", ["dense", "conv_bn", "llama", "masked_attention", "unet", "resnet", "functional_mix"])
