@@ -1,9 +1,10 @@
 """Converting a model for inference: how long it takes, what memory it needs, and how fast the result runs on this CPU.
 
-*Conversion* of a BERT-like encoder of 110 million parameters (12 layers of 768): time beside plain `torch.export.export`
-of the same model, in turns; and in a fresh process the peak of its memory beyond what it had, beside the bytes of the
-converted weights and of the largest weight. *Inference* of the 4-layer encoder of the tests, batch 8 x 64: fp32 eager,
-`torch.autocast`, `model.to(dtype)`, converted with and without fp32 copies of weights, in turns.
+*Conversion* of a BERT-like encoder of 110 million parameters (12 layers of 768): time beside plain
+`torch.export.export` of the same model, in turns; and in a fresh process the peak of its memory beyond what it had,
+beside the bytes of the converted weights and of the largest weight. *Inference* of the 4-layer encoder of the tests,
+batch 8 x 64: fp32 eager, `torch.autocast`, `model.to(dtype)`, converted with and without fp32 copies of weights, in
+turns.
 """
 
 from __future__ import annotations

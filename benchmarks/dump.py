@@ -18,9 +18,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from chromium import Chromium, find_chromium
 from harness import Ratio, Row, Run, arguments, bars, console, interleave, ratio
 from harness import spread as spread_of
+
+# isort: split
+from chromium import Chromium, find_chromium  # in tests/, which the harness puts on the path
 
 MODEL = """
 import torch
