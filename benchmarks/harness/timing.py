@@ -6,13 +6,15 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 CONFIDENCE = 0.95
+Name = TypeVar("Name", bound=Hashable)
 
 
-def interleave(cases: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+def interleave(cases: Mapping[Name, Callable[[], float]], rounds: int) -> dict[Name, list[float]]:
     """Run every case `rounds` times in turns, each round starting with another one.
 
     A case measures itself and returns seconds, so that its preparation stays out of the time.
@@ -22,7 +24,7 @@ def interleave(cases: Mapping[str, Callable[[], float]], rounds: int) -> dict[st
     >>> interleave(cases, 2), order
     ({'a': [1.0, 1.0], 'b': [1.0, 1.0]}, ['a', 'b', 'b', 'a'])
     """
-    samples: dict[str, list[float]] = {name: [] for name in cases}
+    samples: dict[Name, list[float]] = {name: [] for name in cases}
     names = list(cases)
     for number in range(rounds):
         first = number % len(names) if names else 0
@@ -122,8 +124,18 @@ def ratio(own: Sequence[float], peer: Sequence[float]) -> Ratio:
     ratios = sorted(a / b for a, b in zip(own, peer, strict=True))
     if not ratios:
         raise ValueError("no samples: a ratio needs at least one round")
-    skipped = _skipped(len(ratios))
-    return Ratio(statistics.median(ratios), ratios[skipped], ratios[-1 - skipped])
+    return Ratio(statistics.median(ratios), *interval(ratios))
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Between which of the values the median of their distribution lies, with a probability of at least 95 %.
+
+    >>> interval([3.0, 1.0, 2.0])
+    (1.0, 3.0)
+    """
+    skipped = _skipped(len(values))
+    ordered = sorted(values)
+    return ordered[skipped], ordered[-1 - skipped]
 
 
 def _skipped(number: int, confidence: float = CONFIDENCE) -> int:
