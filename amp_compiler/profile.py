@@ -1,4 +1,4 @@
-"""Count what a function does at run time: casts written to memory, and ops dispatched.
+"""Count what a function does at run time: casts written to memory, ops dispatched, floating-point operations.
 
 The counts come from ``torch.profiler``'s record of the ops that ran, so they hold for eager code,
 ``torch.autocast``, compiled graphs and the backward alike. (A ``TorchDispatchMode`` would make Dynamo
@@ -7,8 +7,8 @@ threads that the function starts by itself are not. What Dynamo does while it co
 so a first call counts like any other.
 
 A kernel that Inductor generated is no op: casts fused into it reach no memory of their own, and the
-profiler does not see inside. The same holds for the inside of oneDNN, and for blocks of a matrix that our compiled
-`amp::cast_matmul` rounds as it packs them.
+profiler does not see inside, neither casts nor products. The same holds for the inside of oneDNN, and for
+blocks of a matrix that our compiled `amp::cast_matmul` rounds as it packs them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from .kernels import build
+from .recorded_flops import event_flops
 
 # Not exported by name in torch's stubs: the record of one op and of one tensor argument of it.
 _Event = Any
@@ -78,33 +79,7 @@ def count_casts(fn: Callable[[], object]) -> CastCount:
     >>> dict(count_casts(lambda: x + x.to(torch.bfloat16)).by_op)
     {'aten::to': 1, 'aten::add': 1}
     """
-    by_op: Counter[str] = Counter()
-    total = 0
-    inside: list[int] = []
-    before = _conversions()
-    roots = _record(fn)
-    number, written_inside = (after - early for after, early in zip(_conversions(), before, strict=True))
-    roots.reverse()  # the stack gives its last entry first: ops are met in the order in which they ran
-    stack: list[tuple[_Event, str | None]] = [(event, None) for event in roots]
-    while stack:
-        event, outermost = stack.pop()
-        name = event.name
-        if name.endswith(_COMPILING):
-            continue
-        if outermost is None and "::" in name and not name.startswith(("autograd::", "torch::autograd")):
-            outermost = name
-        children = event.children
-        written = 0 if _is_handed_on(children) else _cast_bytes(name, event)
-        if written and outermost is not None and outermost.startswith(KERNELS):
-            inside.append(written)
-            continue
-        if written:
-            by_op[outermost or name] += 1
-            total += written
-            continue  # a copy_ between devices casts in a copy_ of its own: one cast
-        stack.extend((child, outermost) for child in reversed(children))
-    within = (number + len(inside), written_inside + sum(inside))
-    return CastCount(by_op.total(), total, MappingProxyType(dict(by_op)), within)
+    return _casts(_record(fn))
 
 
 def _conversions() -> tuple[int, int]:
@@ -127,10 +102,111 @@ def count_ops(fn: Callable[[], object]) -> Mapping[str, int]:
     ...     dict(count_ops(lambda: torch.nn.functional.linear(x, w)))
     {'aten::_to_copy': 2, 'aten::mm': 1}
     """
+    return _ops(_record(fn))
+
+
+def count_flops(fn: Callable[[], object]) -> Mapping[torch.dtype, int]:
+    """Call ``fn`` once and count the floating-point operations of its products, by the dtype of their operands.
+
+    Products, convolutions, attention, oneDNN's LSTM layers, their backward, and our own forms of them: what a product
+    of ours rounds to as it reads is its dtype, however the CPU adds up. Not counted: elementwise work, and products
+    inside kernels that are no ops (see above).
+
+    >>> import torch
+    >>> x, w = torch.ones(4, 3), torch.ones(5, 3)
+    >>> with torch.autocast("cpu", torch.bfloat16):
+    ...     dict(count_flops(lambda: torch.nn.functional.linear(x, w)))
+    {torch.bfloat16: 120}
+    """
+    return _flops(_record(fn))
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What one call did: see ``count_casts``, ``count_ops``, ``count_flops``."""
+
+    casts: CastCount
+    ops: Mapping[str, int]
+    flops: Mapping[torch.dtype, int]
+
+
+def count_all(fn: Callable[[], object]) -> Profile:
+    """Call ``fn`` once and count casts, ops and floating-point operations.
+
+    >>> import torch
+    >>> x = torch.ones(4, 3)
+    >>> profile = count_all(lambda: x.to(torch.bfloat16) @ x.t().to(torch.bfloat16))
+    >>> profile.casts.number, sum(profile.ops.values()), profile.flops[torch.bfloat16]
+    (2, 3, 96)
+    """
+    record = _record(fn)
+    return Profile(_casts(record), _ops(record), _flops(record))
+
+
+# ------------------------------------------------------------------------------------------------- the record
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """What the profiler saw of one call.
+
+    ``roots``: the tree of ops, outermost first. ``lists``: arguments of an op with lists of integers in place, which
+    the tree leaves out, by the op's number. ``inside``: (number, bytes) of conversions that compiled kernels made.
+    """
+
+    roots: list[_Event]
+    lists: Mapping[int, list[Any]]
+    inside: tuple[int, int]
+
+
+def _record(fn: Callable[[], object]) -> _Record:
+    config = torch._C._profiler._ExperimentalConfig(capture_overload_names=True)
+    profile = torch.autograd.profiler.profile
+    before = _conversions()
+    with profile(record_shapes=True, use_kineto=True, experimental_config=config) as recorded:
+        fn()
+    number, written = (after - early for after, early in zip(_conversions(), before, strict=True))
+    results = recorded.kineto_results
+    if results is None:
+        raise RuntimeError("torch.profiler recorded nothing: was it stopped inside the function?")
+    lists = {event.correlation_id(): event.concrete_inputs() for event in results.events() if _has_lists(event.name())}
+    return _Record(list(results.experimental_event_tree()), lists, (number, written))
+
+
+def _has_lists(name: str) -> bool:
+    return "convolution" in name
+
+
+def _casts(record: _Record) -> CastCount:
+    by_op: Counter[str] = Counter()
+    total = 0
+    inside: list[int] = []
+    # The stack gives its last entry first: ops are met in the order in which they ran.
+    stack: list[tuple[_Event, str | None]] = [(event, None) for event in reversed(record.roots)]
+    while stack:
+        event, outermost = stack.pop()
+        name = event.name
+        if name.endswith(_COMPILING):
+            continue
+        if outermost is None and "::" in name and not name.startswith(("autograd::", "torch::autograd")):
+            outermost = name
+        children = event.children
+        written = 0 if _is_handed_on(children) else _cast_bytes(name, event)
+        if written and outermost is not None and outermost.startswith(KERNELS):
+            inside.append(written)
+            continue
+        if written:
+            by_op[outermost or name] += 1
+            total += written
+            continue  # a copy_ between devices casts in a copy_ of its own: one cast
+        stack.extend((child, outermost) for child in reversed(children))
+    within = (record.inside[0] + len(inside), record.inside[1] + sum(inside))
+    return CastCount(by_op.total(), total, MappingProxyType(dict(by_op)), within)
+
+
+def _ops(record: _Record) -> Mapping[str, int]:
     counts: Counter[str] = Counter()
-    roots = _record(fn)
-    roots.reverse()
-    stack: list[_Event] = roots
+    stack = list(reversed(record.roots))
     while stack:
         event = stack.pop()
         if event.name.endswith(_COMPILING):
@@ -144,16 +220,23 @@ def count_ops(fn: Callable[[], object]) -> Mapping[str, int]:
     return MappingProxyType(dict(counts.most_common()))
 
 
-def _record(fn: Callable[[], object]) -> list[_Event]:
-    """The tree of ops that ``fn`` ran, outermost first."""
-    config = torch._C._profiler._ExperimentalConfig(capture_overload_names=True)
-    profile = torch.autograd.profiler.profile
-    with profile(record_shapes=True, use_kineto=True, experimental_config=config) as recorded:
-        fn()
-    results = recorded.kineto_results
-    if results is None:
-        raise RuntimeError("torch.profiler recorded nothing: was it stopped inside the function?")
-    return list(results.experimental_event_tree())
+def _flops(record: _Record) -> Mapping[torch.dtype, int]:
+    counts: Counter[torch.dtype] = Counter()
+    stack = list(record.roots)
+    while stack:
+        event = stack.pop()
+        if event.name.endswith(_COMPILING):
+            continue
+        children = event.children
+        found = None
+        if "::" in event.name and not _is_handed_on(children) and not _is_wrapper(event, children):
+            lists = record.lists.get(event.correlation_id, ())
+            found = event_flops(event.name, getattr(event.extra_fields, "inputs", ()), lists)
+        if found is None:
+            stack.extend(children)
+        else:  # whatever it calls inside is its own work
+            counts[found[0]] += found[1]
+    return MappingProxyType(dict(sorted(counts.items(), key=lambda item: str(item[0]))))
 
 
 def _cast_bytes(name: str, event: _Event) -> int:

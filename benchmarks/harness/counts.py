@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from amp_compiler.profile import count_casts, count_ops
+from amp_compiler.profile import count_all
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Of one run: ops dispatched; casts written to memory and their bytes; the same inside of kernels of ours."""
+    """Of one run: ops dispatched; casts written to memory and their bytes; conversions inside of kernels of ours;
+    floating-point operations of products with fp16 or bf16 operands and of all others.
+
+    Kernels that Inductor generated are no ops, and what is fused into them is not seen."""
 
     ops: int
     casts: int
     cast_bytes: int
     inside_casts: int
     inside_bytes: int
+    flops_low: int
+    flops_fp32: int
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)
@@ -24,5 +29,7 @@ class Counts:
 
 def count(step: Callable[[], object]) -> Counts:
     """Run `step` and count; it should be warm."""
-    casts = count_casts(step)
-    return Counts(sum(count_ops(step).values()), casts.number, casts.bytes, *casts.inside)
+    found = count_all(step)
+    low = sum(number for dtype, number in found.flops.items() if dtype.itemsize < 4)
+    casts, ops = found.casts, sum(found.ops.values())
+    return Counts(ops, casts.number, casts.bytes, *casts.inside, low, sum(found.flops.values()) - low)
