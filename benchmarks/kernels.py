@@ -2,13 +2,18 @@
 fp32, by shape; and gradients checked and unscaled beside torch's foreach kernel.
 
 All kernels of a case run in turns. "ours" is what a graph of ours runs here (see `AMP_CPU_KERNELS`). "native" is
-torch's kernel for the low dtype, with the weight's cast where autocast has one.
+torch's kernel for the low dtype, with the weight's cast where autocast has one. "in Python" is what runs where there is
+no C++ compiler. The seconds that compiling the kernels takes, once a machine, are measured in a fresh process.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeAlias
@@ -21,7 +26,20 @@ from amp_compiler.kernels import cast_matmul as _defines  # noqa: F401
 from amp_compiler.kernels.all_finite import all_finite
 from amp_compiler.kernels.unscale import unscale_
 from amp_compiler.kernels.wide import wide_form
-from harness import DTYPES, Ratio, Row, Run, arguments, bars, console, interleave, ratio, sampled
+from harness import (
+    DTYPES,
+    Ratio,
+    Row,
+    Run,
+    arguments,
+    bars,
+    console,
+    in_fresh_process,
+    interleave,
+    ratio,
+    sampled,
+    spread,
+)
 
 Runs: TypeAlias = Mapping[str, Callable[[], object]]
 SECONDS = 0.02  # a sample
@@ -54,6 +72,7 @@ def products(dtype: torch.dtype, full: bool) -> dict[str, Runs]:
             "fp32": lambda x=x, w=w, bias=bias: torch.addmm(bias, x, w.t()),
             "native": native,
             "ours": lambda low=low, w=w, bias=bias, op=op: op(low, w.t(), bias, dtype, dtype),
+            "in Python": lambda low=low, w=w, bias=bias: in_python("cast_matmul")(low, w.t(), bias, dtype, dtype),
         }
     return cases
 
@@ -79,7 +98,28 @@ def three(
 ) -> Runs:
     low = tuple(t.to(dtype) for t in tensors)
     form = wide_form(op)
-    return {"fp32": lambda: op(*tensors, *rest), "native": lambda: op(*low, *rest), "ours": lambda: form(*low, *rest)}
+    slow = in_python(form._schema.name.partition("::")[2])
+    return {
+        "fp32": lambda: op(*tensors, *rest), "native": lambda: op(*low, *rest), "ours": lambda: form(*low, *rest),
+        "in Python": lambda: slow(*low, *rest),
+    }  # fmt: skip
+
+
+def in_python(name: str) -> Callable[..., object]:
+    """The kernel of one of our ops that stands behind the compiled one."""
+    return build._KERNELS[name]
+
+
+def build_seconds() -> float:
+    """How long compiling the kernels takes where nothing is cached: in a process that has not loaded them."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[build.CACHE] = folder
+        start = time.perf_counter()
+        built = build.load()
+        seconds = time.perf_counter() - start
+    if not built.loaded:
+        raise RuntimeError(built.reason)
+    return seconds
 
 
 def bert_base_shapes() -> list[tuple[int, int]]:
@@ -121,13 +161,23 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     made.add_argument("--gradients", action=argparse.BooleanOptionalAction, default=True)
     made.add_argument("--full", action="store_true", help="more shapes")
+    made.add_argument("--build", action=argparse.BooleanOptionalAction, default=True, help="time their compilation")
+    made.add_argument("--only-build", action="store_true", help=argparse.SUPPRESS)
     return arguments(made)
 
 
 def main() -> int:
     args = parser().parse_args()
+    if args.only_build:
+        print(json.dumps({"seconds": build_seconds()}))
+        return 0
     run = Run("kernels", "Kernels on this CPU", args)
-    console.print(build.load().reason, highlight=False)
+    built = build.load()
+    console.print(built.reason, highlight=False)
+    if args.build and built.loaded:
+        seconds: float = in_fresh_process(__file__, ["--only-build"])["seconds"]
+        run.add(Row({"case": "compiling the kernels", "dtype": "", "variant": "ours"}, figures={"seconds": seconds}))
+        console.print(f"Compiling them took {seconds:.1f} s.", highlight=False)
     drawn: dict[str, dict[str, Ratio | float]] = {}
     ms = "{:,.2f}".format
     with torch.inference_mode():
@@ -135,17 +185,19 @@ def main() -> int:
             dtype, rows = DTYPES[name], []
             for case, runs in {**products(dtype, args.full), **wide(dtype, args.full)}.items():
                 samples = measure(case, name, runs, args.rounds, run)
-                medians = [ms(sorted(taken)[len(taken) // 2] * 1e3) for taken in samples.values()]
-                own, low = ratio(samples["ours"], samples["fp32"]), ratio(samples["native"], samples["ours"])
-                rows.append([case, *medians, own, low])
+                medians = [ms(spread(samples[kind]).median * 1e3) for kind in ("fp32", "native", "ours")]
+                own = ratio(samples["ours"], samples["fp32"])
+                others = [ratio(samples[kind], samples["ours"]) for kind in ("native", "in Python")]
+                rows.append([case, *medians, own, *others])
                 drawn.setdefault(case, {})[f"ours, {name}"] = own
                 drawn[case][f"native, {name}"] = ratio(samples["native"], samples["fp32"])
-            run.table(name, ["", "fp32 ms", "native ms", "ours ms", "ours / fp32", "native / ours"], rows)
+            columns = ["", "fp32 ms", "native", "ours", "ours / fp32", "native / ours", "in Python / ours"]
+            run.table(name, columns, rows)
         rows = []
         for name, dtype in {"float32": torch.float32, **{n: DTYPES[n] for n in args.dtype}}.items():
             for case, runs in (gradients(dtype) if args.gradients else {}).items():
                 samples = measure(case, name, runs, args.rounds, run)
-                peer, own = (ms(sorted(samples[kind])[args.rounds // 2] * 1e3) for kind in ("foreach", "ours"))
+                peer, own = (ms(spread(samples[kind]).median * 1e3) for kind in ("foreach", "ours"))
                 rows.append([f"{case}, {name}", peer, own, ratio(samples["foreach"], samples["ours"])])
         if rows:
             run.table("Gradients", ["", "foreach ms", "ours ms", "foreach / ours"], rows)
