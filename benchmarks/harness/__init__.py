@@ -17,7 +17,7 @@ from .counts import Counts, count  # noqa: E402
 from .growth import Growth, fit  # noqa: E402
 from .machine import machine, set_threads  # noqa: E402
 from .memory import in_fresh_process, peak_bytes, peak_resident, saved_by_autograd, saved_in_graph  # noqa: E402
-from .plots import bars, lines  # noqa: E402
+from .plots import bars, lines, panels  # noqa: E402
 from .results import DTYPES, BadResult, Result, Row, Run, arguments, console, read  # noqa: E402
 from .timing import Ratio, Spread, interleave, interval, ms, ratio, sampled, spread  # noqa: E402
 
@@ -43,6 +43,7 @@ __all__ = [
     "lines",
     "machine",
     "ms",
+    "panels",
     "peak_bytes",
     "peak_resident",
     "ratio",

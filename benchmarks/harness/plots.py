@@ -18,47 +18,65 @@ COLOURS = ("#7f7f7f", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d
 STYLE = {
     "svg.hashsalt": "amp", "figure.facecolor": "white", "axes.facecolor": "white", "font.size": 10,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e4e4e4",
-    "axes.axisbelow": True, "legend.frameon": False, "axes.titleweight": "bold", "axes.titlelocation": "left",
+    "axes.axisbelow": True, "legend.frameon": False,
 }  # fmt: skip
 
 
-def bars(
-    path: Path, title: str, groups: Mapping[str, Mapping[str, Ratio | float]], label: str, log: bool = False
-) -> None:
+Groups = Mapping[str, Mapping[str, Ratio | float]]
+
+
+def bars(path: Path, title: str, groups: Groups, label: str, log: bool = False) -> None:
     """Horizontal bars: a group for each subject, in it a bar for each variant; a `Ratio` has its interval drawn.
 
     Every variant has one colour in all groups. A line marks 1 where bars are ratios.
     """
-    variants = list(dict.fromkeys(name for group in groups.values() for name in group))
-    height = 0.19 * sum(len(group) for group in groups.values()) + 0.25 * len(groups) + 1.6
+    panels(path, title, {"": groups}, label, log)
+
+
+def panels(path: Path, title: str, parts: Mapping[str, Groups], label: str, log: bool = False) -> None:
+    """`bars` of several kinds side by side, with the same groups, colours and scale."""
+    names = list(dict.fromkeys(group for groups in parts.values() for group in groups))
+    variants = list(dict.fromkeys(v for groups in parts.values() for group in groups.values() for v in group))
+    rows = {name: max(len(groups.get(name, ())) for groups in parts.values()) for name in names}
     with _style():
-        figure, axes = _figure(9, height)
-        position, ticks = 0.0, []
+        figure = _figure(2.5 + 4.2 * len(parts), 1.4 + 0.15 * sum(rows.values()) + 0.2 * len(names))
+        all_axes = figure.subplots(1, len(parts), sharex=True, sharey=True, squeeze=False)[0]
         named: set[str] = set()
-        for group in groups.values():
-            start = position
-            for name, value in group.items():
-                ratio = value if isinstance(value, Ratio) else Ratio(value, value, value)
-                error = [[max(0.0, ratio.median - ratio.low)], [max(0.0, ratio.high - ratio.median)]]
-                axes.barh(
-                    position, ratio.median, 0.85, color=COLOURS[variants.index(name) % len(COLOURS)],
-                    label=None if name in named else name,
-                    xerr=error if isinstance(value, Ratio) else None, ecolor="#333333", error_kw={"elinewidth": 0.9},
-                )  # fmt: skip
-                named.add(name)
-                position += 1
-            ticks.append((start + position - 1) / 2)
-            position += 1.2
-        axes.set_yticks(ticks, list(groups))
-        axes.invert_yaxis()
-        axes.grid(axis="y", visible=False)
-        if log:
-            axes.set_xscale("log")
-            _plain_ticks(axes.xaxis)
-        if any(isinstance(value, Ratio) for group in groups.values() for value in group.values()):
-            axes.axvline(1.0, color="#333333", linewidth=0.9)
-        axes.set_xlabel(label)
-        _finish(figure, axes, title, path)
+        for axes, (part, groups) in zip(all_axes, parts.items(), strict=True):
+            start, ticks, borders = 0.0, [], []
+            for name in names:
+                _group(axes, start, groups.get(name, {}), variants, named)
+                ticks.append(start + (rows[name] - 1) / 2)
+                borders.append(start + rows[name] + 0.15)
+                start += rows[name] + 1.3
+            axes.set_yticks(ticks, names)
+            axes.tick_params(axis="y", length=0)
+            axes.grid(axis="y", visible=False)
+            for border in borders[:-1]:
+                axes.axhline(border, color="#e4e4e4", linewidth=0.8)
+            axes.set_ylim(start - 0.9, -0.9)
+            if log:
+                axes.set_xscale("log")
+                _plain_ticks(axes.xaxis)
+            if any(isinstance(value, Ratio) for group in groups.values() for value in group.values()):
+                axes.axvline(1.0, color="#333333", linewidth=0.9)
+            axes.set_xlabel(label)
+            axes.set_title(part, fontsize=10, fontweight="normal")
+        _finish(figure, title, path)
+
+
+def _group(
+    axes: Axes, start: float, group: Mapping[str, Ratio | float], variants: Sequence[str], named: set[str]
+) -> None:
+    for number, (name, value) in enumerate(group.items()):
+        ratio = value if isinstance(value, Ratio) else Ratio(value, value, value)
+        error = [[max(0.0, ratio.median - ratio.low)], [max(0.0, ratio.high - ratio.median)]]
+        axes.barh(
+            start + number, ratio.median, 0.82, color=COLOURS[variants.index(name) % len(COLOURS)],
+            label=None if name in named else name, xerr=error if isinstance(value, Ratio) else None,
+            ecolor="#222222", error_kw={"elinewidth": 0.9},
+        )  # fmt: skip
+        named.add(name)
 
 
 def lines(
@@ -71,7 +89,8 @@ def lines(
 ) -> None:
     """Lines through points (sizes, values), by name; `log`: both axes."""
     with _style():
-        figure, axes = _figure(7.5, 4.5)
+        figure = _figure(7.5, 4.5)
+        axes = figure.subplots()
         for number, (name, (sizes, values)) in enumerate(series.items()):
             axes.plot(sizes, values, "o-", markersize=4, color=COLOURS[(number + 1) % len(COLOURS)], label=name)
         if log:
@@ -82,7 +101,7 @@ def lines(
             _plain_ticks(axes.yaxis)
         axes.set_xlabel(across)
         axes.set_ylabel(up)
-        _finish(figure, axes, title, path)
+        _finish(figure, title, path)
 
 
 def _style() -> AbstractContextManager[Any]:
@@ -91,11 +110,10 @@ def _style() -> AbstractContextManager[Any]:
     return matplotlib.rc_context(STYLE)
 
 
-def _figure(width: float, height: float) -> tuple[Figure, Axes]:
+def _figure(width: float, height: float) -> Figure:
     from matplotlib.figure import Figure
 
-    figure = Figure((width, height), layout="constrained")
-    return figure, figure.add_subplot()
+    return Figure((width, height), layout="constrained")
 
 
 def _plain_ticks(axis: Any) -> None:
@@ -106,8 +124,10 @@ def _plain_ticks(axis: Any) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def _finish(figure: Figure, axes: Axes, title: str, path: Path) -> None:
-    axes.set_title(title)
-    if len(axes.get_legend_handles_labels()[1]) > 1:
-        figure.legend(loc="outside right upper")
+def _finish(figure: Figure, title: str, path: Path) -> None:
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+    found = [axes.get_legend_handles_labels() for axes in figure.axes]
+    handles, labels = ([item for pair in found for item in pair[i]] for i in (0, 1))
+    if len(labels) > 1:
+        figure.legend(handles, labels, loc="outside right upper")
     figure.savefig(path, metadata={"Date": None})

@@ -75,13 +75,14 @@ def spread(samples: Sequence[float]) -> Spread:
     """Median and range.
 
     >>> str(spread([0.001, 0.002, 0.004]))
-    '2.0 (1.0 to 4.0)'
+    '2.00 (1.00 to 4.00)'
     """
     return Spread(statistics.median(samples), min(samples), max(samples))
 
 
 def ms(seconds: float) -> str:
-    return f"{seconds * 1e3:,.1f}"
+    """Milliseconds; two decimals below ten."""
+    return f"{seconds * 1e3:,.2f}" if seconds < 0.009995 else f"{seconds * 1e3:,.1f}"
 
 
 @dataclass(frozen=True, slots=True)
