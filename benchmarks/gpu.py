@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness import Row, Run, arguments, bars, console
+from subjects import bert_base_shapes
 
 if TYPE_CHECKING:
     from amp_compiler.kernels.check import Case, Result
@@ -226,8 +227,6 @@ def foreach_launches(sizes: Sequence[int], tensors: int, blocks: int) -> int:
 
 
 def gradients(run: Run) -> None:
-    from kernels import bert_base_shapes
-
     sizes = [rows * columns for rows, columns in bert_base_shapes()]
     numbers = sum(sizes)
     cases = {
