@@ -10,7 +10,7 @@ peak       the largest sum of memory during a step, beyond parameters and the op
 saved      what the forward of one micro-batch keeps for its backward: every piece of memory once, without parameters
            and batch; low copies of weights count
 MFLOP      of products, convolutions and attention, and how much of it has low operands
-resident   `--memory`: how far a fresh process's memory rises while it builds, compiles and runs three steps
+RSS        `--memory`: how far a fresh process's memory rises while it builds, compiles and runs three steps
 
 "–": not counted. Inductor's kernels are no ops, and casts inside them reach no memory.
 """
@@ -55,7 +55,7 @@ DRAWN = ("fp32+compile", "autocast", "autocast+compile", "model.to", "O2", "O2+i
 NONE = "–"
 SAMPLE_SECONDS = 0.2
 TIMES = ("", "ms: median (range)", "/ fp32", "/ peer", "")
-COUNTS = ("", "ops", "casts", "KiB cast", "inside", "KiB inside", "peak KiB", "saved KiB", "MFLOP", "low", "resident MB")
+COUNTS = ("", "ops", "casts", "KiB cast", "inside", "KiB inside", "peak KiB", "saved KiB", "MFLOP", "low", "RSS MB")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -205,7 +205,7 @@ def draw(comparisons: Sequence[Comparison], path: Path) -> None:
         bars = {name: found.ratio(name, REFERENCE) for name in DRAWN}
         group = parts.setdefault(found.kind, {})
         group[f"{found.subject.name}, {found.dtype}"] = {name: bar for name, bar in bars.items() if bar is not None}
-    label = "times as long as fp32 (log scale)"
+    label = "times fp32's, log scale: left of 1 is faster"
     panels(path, "A training step and an inference, divided by plain fp32's", parts, label, log=True)
 
 

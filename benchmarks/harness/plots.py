@@ -35,6 +35,8 @@ def bars(path: Path, title: str, groups: Groups, label: str, log: bool = False) 
 
 def panels(path: Path, title: str, parts: Mapping[str, Groups], label: str, log: bool = False) -> None:
     """`bars` of several kinds side by side, with the same groups, colours and scale."""
+    from matplotlib.ticker import LogLocator
+
     names = list(dict.fromkeys(group for groups in parts.values() for group in groups))
     variants = list(dict.fromkeys(v for groups in parts.values() for group in groups.values() for v in group))
     rows = {name: max(len(groups.get(name, ())) for groups in parts.values()) for name in names}
@@ -45,7 +47,7 @@ def panels(path: Path, title: str, parts: Mapping[str, Groups], label: str, log:
         for axes, (part, groups) in zip(all_axes, parts.items(), strict=True):
             start, ticks, borders = 0.0, [], []
             for name in names:
-                _group(axes, start, groups.get(name, {}), variants, named)
+                _group(axes, start, groups.get(name, {}), variants, named, log)
                 ticks.append(start + (rows[name] - 1) / 2)
                 borders.append(start + rows[name] + 0.15)
                 start += rows[name] + 1.3
@@ -57,22 +59,30 @@ def panels(path: Path, title: str, parts: Mapping[str, Groups], label: str, log:
             axes.set_ylim(start - 0.9, -0.9)
             if log:
                 axes.set_xscale("log")
+                axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
                 _plain_ticks(axes.xaxis)
             if any(isinstance(value, Ratio) for group in groups.values() for value in group.values()):
                 axes.axvline(1.0, color="#333333", linewidth=0.9)
             axes.set_xlabel(label)
             axes.set_title(part, fontsize=10, fontweight="normal")
+        found = [axes.get_legend_handles_labels() for axes in all_axes]
+        handles, labels = ([item for pair in found for item in pair[i]] for i in (0, 1))
+        if len(labels) > 1:
+            figure.legend(handles, labels, loc="outside right upper")
         _finish(figure, title, path)
 
 
 def _group(
-    axes: Axes, start: float, group: Mapping[str, Ratio | float], variants: Sequence[str], named: set[str]
+    axes: Axes, start: float, group: Mapping[str, Ratio | float], variants: Sequence[str], named: set[str], log: bool
 ) -> None:
+    """On a log scale the bar of a ratio starts at 1: to the left is faster, to the right slower."""
     for number, (name, value) in enumerate(group.items()):
         ratio = value if isinstance(value, Ratio) else Ratio(value, value, value)
         error = [[max(0.0, ratio.median - ratio.low)], [max(0.0, ratio.high - ratio.median)]]
+        origin = 1.0 if log and isinstance(value, Ratio) else 0.0
         axes.barh(
-            start + number, ratio.median, 0.82, color=COLOURS[variants.index(name) % len(COLOURS)],
+            start + number, ratio.median - origin, 0.82, left=origin,
+            color=COLOURS[variants.index(name) % len(COLOURS)],
             label=None if name in named else name, xerr=error if isinstance(value, Ratio) else None,
             ecolor="#222222", error_kw={"elinewidth": 0.9},
         )  # fmt: skip
@@ -88,6 +98,8 @@ def lines(
     log: bool = True,
 ) -> None:
     """Lines through points (sizes, values), by name; `log`: both axes."""
+    from matplotlib.ticker import LogLocator
+
     with _style():
         figure = _figure(7.5, 4.5)
         axes = figure.subplots()
@@ -96,11 +108,13 @@ def lines(
         if log:
             axes.set_xscale("log")
             axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.set_xticks(sorted({size for sizes, _ in series.values() for size in sizes}))
             _plain_ticks(axes.xaxis)
             _plain_ticks(axes.yaxis)
         axes.set_xlabel(across)
         axes.set_ylabel(up)
+        axes.legend(loc="best", fontsize=9)
         _finish(figure, title, path)
 
 
@@ -126,8 +140,4 @@ def _plain_ticks(axis: Any) -> None:
 
 def _finish(figure: Figure, title: str, path: Path) -> None:
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
-    found = [axes.get_legend_handles_labels() for axes in figure.axes]
-    handles, labels = ([item for pair in found for item in pair[i]] for i in (0, 1))
-    if len(labels) > 1:
-        figure.legend(handles, labels, loc="outside right upper")
     figure.savefig(path, metadata={"Date": None})
