@@ -40,6 +40,7 @@ from harness import (
     sampled,
     spread,
 )
+from subjects import bert_base_shapes
 
 Runs: TypeAlias = Mapping[str, Callable[[], object]]
 SECONDS = 0.02  # a sample

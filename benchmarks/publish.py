@@ -100,15 +100,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for page, text in texts.items():
         page.write_text(text)
     old = sorted(file.name for file in baseline.glob("*.json") if file.stem not in published.results)
-    print(f"{len(published.results)} results published, {sum(map(count_blocks, texts.values())) - len(kept)} blocks written")
+    written = sum(len(BLOCK.findall(text)) for text in texts.values()) - len(kept)
+    print(f"{len(published.results)} results published, {written} blocks written")
     for what, names in (("blocks as they were", kept), ("results of an earlier run", old)):
         if names:
             print(f"{what}: {', '.join(names)}")
     return 0
-
-
-def count_blocks(text: str) -> int:
-    return len(BLOCK.findall(text))
 
 
 if __name__ == "__main__":

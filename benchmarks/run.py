@@ -72,7 +72,7 @@ PLANS = {
         Job("widths", "steps", "--subjects nine_256 nine_1024 --kinds training --dtypes bfloat16 float16"
             " --variants fp32 autocast O2 --rounds 6"),
         Job("casts", "casts"),
-        Job("growth", "growth", "--layers 2 8 24 --rounds 1"),
+        Job("growth", "growth", "--layers 2 8 24 --rounds 2"),
         Job("kernels", "kernels", "--rounds 6"),
         Job("convert", "convert", "--rounds 6 --export-rounds 1"),
         Job("dump", "dump", "--rounds 1"),
@@ -83,6 +83,7 @@ PLANS = {
         Job("inference", "steps", "--kinds inference"),
         Job("training_adamw", "steps", "--subjects nine_512 bert --kinds training --optimizer adamw"),
         Job("training_accumulated", "steps", "--subjects nine_512 bert --kinds training --accumulate 4"),
+        Job("transformers", "steps", "--subjects hf_bert"),
         Job("casts_bfloat16", "casts", "--dtype bfloat16"),
         Job("casts_float16", "casts", "--dtype float16"),
         Job("growth_bert", "growth", "--model bert --rounds 5"),

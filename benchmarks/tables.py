@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness import Ratio, Result, Row, ratio, read
+from subjects import SUBJECTS
 
 RUN = "run.json"  # what run.py says about the run; no result
 COMMANDS = {"quick": "make bench-quick", "diagonal": "make bench", "full": "make bench-full"}
@@ -150,7 +151,12 @@ def by_dtype(
         ]
 
     heads = [f"{DTYPES[dtype]}: {head}" for dtype in dtypes for head in columns]
-    return table(["", *heads], [[subject, *cells(subject)] for subject in subjects])
+    return table(["", *heads], [[title(subject), *cells(subject)] for subject in subjects])
+
+
+def title(subject: str) -> str:
+    """What a subject is, for people who do not know its name."""
+    return f"{subject}: {SUBJECTS[subject].title}" if subject in SUBJECTS else subject
 
 
 def steps(kind: str) -> Callable[[Published], str]:
