@@ -289,22 +289,21 @@ class Exponents:
         """Whether the difference, round by round, lies above 0."""
         pairs = zip(self.added, other.added, strict=True)
         differences = [own - theirs for own, theirs in pairs if own is not None and theirs is not None]
-        return bool(differences) and interval(differences)[0] > 0
+        return bool(differences) and interval(differences)[1] > 0
 
     def figures(self) -> dict[str, float]:
         found = {"whole_exponent": statistics.median(self.whole)}
         if self.known:
-            low, high = interval(self.known)
-            found |= {"exponent": statistics.median(self.known), "exponent_low": low, "exponent_high": high}
+            names = ("exponent", "exponent_low", "exponent_high")
+            found |= dict(zip(names, interval(self.known), strict=True))
         return found
 
 
 def shown(values: Sequence[float]) -> str:
     if not values:
         return "–"
-    low, high = interval(values)
-    middle = f"{statistics.median(values):.2f}"
-    return middle if low == high else f"{middle} ({low:.2f} to {high:.2f})"
+    middle, low, high = interval(values)
+    return f"{middle:.2f}" if low == high else f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 # ------------------------------------------------------------------------------------------------------------ tables

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from amp_compiler.kernels import build
+from amp_compiler.kernels import cpu
 from harness import (
     DTYPES,
     Ratio,
@@ -232,7 +232,9 @@ def main() -> int:
     if args.one:
         return one(args)
     run = Run("steps", "Training steps and inference", args)
-    console.print(build.load().reason, highlight=False)  # now: ops of fp32 steps too depend on whether it is there
+    for dtype in args.dtypes:  # now: ops of fp32 steps too depend on whether the compiled kernels are there
+        wide = cpu.runs_wide(DTYPES[dtype])
+        console.print(f"{dtype} {'wide' if wide else 'native'}: {cpu.reason(DTYPES[dtype])}", highlight=False)
     names = [REFERENCE, *(name for name in args.variants if name != REFERENCE)]
     comparisons: list[Comparison] = []
     for subject in (SUBJECTS[name].tiny if args.tiny else SUBJECTS[name] for name in args.subjects):

@@ -11,7 +11,8 @@ from pathlib import Path
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # read when torch is loaded; the profiler logs every start
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tests"))  # the networks are those of the tests
+if str(ROOT / "tests") not in sys.path:
+    sys.path.append(str(ROOT / "tests"))  # the networks are those of the tests
 
 from .counts import Counts, count  # noqa: E402
 from .growth import Growth, fit  # noqa: E402

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import subprocess
@@ -29,7 +30,7 @@ def machine() -> dict[str, str]:
         "cores": str(os.cpu_count()),
         "threads": str(torch.get_num_threads()),
         "features": " ".join(name for name, there in features.items() if there),
-        "kernels": os.environ.get("AMP_CPU_KERNELS", "chosen"),
+        "kernels": os.environ.get("AMP_CPU_KERNELS", "auto"),
         "load": " ".join(f"{load:.1f}" for load in os.getloadavg()),
         "python": platform.python_version(),
         **_versions(),
@@ -61,6 +62,7 @@ def _cpu_name() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
+@functools.cache
 def _commit() -> str:
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     try:

@@ -135,12 +135,29 @@ def read(path: Path) -> Result:
     """A result file, or BadResult."""
     try:
         found = json.loads(path.read_text())
-        rows = [Row(**row) for row in found["rows"]]
-        return Result(**{**found, "rows": rows})
+        if not isinstance(found, dict):
+            raise TypeError(f"it holds a {type(found).__name__}")
+        result = Result(**{**found, "rows": [Row(**row) for row in found["rows"]]})
+        for row in result.rows:
+            _check(row)
     except OSError as error:
         raise BadResult(f"{path}: {error.strerror or error}") from None
-    except (ValueError, TypeError, KeyError) as error:
-        raise BadResult(f"{path} is no result of a benchmark: {type(error).__name__}: {error}") from None
+    except KeyError as error:
+        raise BadResult(f"{path} is no result of a benchmark: it has no {error}") from None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise BadResult(f"{path} is no result of a benchmark: {str(error).splitlines()[0]}") from None
+    return result
+
+
+def _check(row: Row) -> None:
+    if not row.key:
+        raise ValueError("a row has no key")
+    for name, number in row.counts.items():
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"the count {name} is {number!r}")
+    for name, samples in row.samples.items():
+        if not all(isinstance(sample, int | float) and sample > 0 for sample in samples):
+            raise TypeError(f"the samples of {name} are not all positive numbers")
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:

@@ -122,21 +122,15 @@ def ratio(own: Sequence[float], peer: Sequence[float]) -> Ratio:
     >>> str(ratio([2.0, 2.2, 2.1], [1.0, 1.0, 1.0]))
     '2.10 (2.00 to 2.20)'
     """
-    ratios = sorted(a / b for a, b in zip(own, peer, strict=True))
-    if not ratios:
-        raise ValueError("no samples: a ratio needs at least one round")
-    return Ratio(statistics.median(ratios), *interval(ratios))
+    return Ratio(*interval([a / b for a, b in zip(own, peer, strict=True)]))
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Between which of the values the median of their distribution lies, with a probability of at least 95 %.
-
-    >>> interval([3.0, 1.0, 2.0])
-    (1.0, 3.0)
-    """
-    skipped = _skipped(len(values))
-    ordered = sorted(values)
-    return ordered[skipped], ordered[-1 - skipped]
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """The median, and between what it lies; see `ratio`."""
+    if not values:
+        raise ValueError("no samples: a median needs at least one round")
+    ordered, skipped = sorted(values), _skipped(len(values))
+    return statistics.median(ordered), ordered[skipped], ordered[-1 - skipped]
 
 
 def _skipped(number: int, confidence: float = CONFIDENCE) -> int:

@@ -25,10 +25,8 @@ def result(script: str, rows: list[object]) -> object:
 
 def steps(subject: str, dtype: str, times: dict[str, list[float]], **more: object) -> list[object]:
     counts = {"ops": 10, "casts": 4, "cast_bytes": 2_000_000, "peak_bytes": 3000, "saved_bytes": 100}
-    return [
-        Row({"subject": subject, "kind": "training", "dtype": dtype, **more, "variant": name}, counts, {"seconds": taken})
-        for name, taken in times.items()
-    ]
+    key = {"subject": subject, "kind": "training", "dtype": dtype, **more}
+    return [Row({**key, "variant": name}, counts, {"seconds": taken}) for name, taken in times.items()]
 
 
 def folder_of(path: Path, **results: object) -> Path:

@@ -1,0 +1,17 @@
+"""The benchmarks' modules, importable by their own names.
+
+Their folder is on the path only while they are loaded here: it holds a `kernels.py`, and transformers would take that
+for the package of this name.
+"""
+
+import importlib
+import sys
+from pathlib import Path
+
+BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
+sys.path.insert(0, BENCHMARKS)
+try:
+    for name in ("harness", "subjects", "variants", "steps", "compare"):
+        importlib.import_module(name)
+finally:
+    sys.path.remove(BENCHMARKS)
