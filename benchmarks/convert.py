@@ -15,6 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -109,7 +110,7 @@ def measure_conversion(args: argparse.Namespace, run: Run) -> None:
     model, example = encoder(args.size)
     cases: dict[str, Callable[[], float]] = {"torch.export": timed(lambda: torch.export.export(model, example))}
     for dtype in args.dtype:
-        cases[dtype] = timed(lambda dtype=dtype: convert_model(model, example, dtype=DTYPES[dtype]))
+        cases[dtype] = timed(partial(convert_model, model, example, dtype=DTYPES[dtype]))
     with console.status("time of conversion"):
         for case in cases.values():
             case()

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -33,10 +34,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_compiler import DynamicLossScaler, compile_train_step
-from harness import DTYPES, Row, Run, arguments, bars, console, interleave, ratio, spread
+from harness import DTYPES, Ratio, Row, Run, arguments, bars, console, interleave, ratio, spread
 
 Arrays: TypeAlias = dict[str, numpy.ndarray]
 Step: TypeAlias = Callable[[], Tensor]
+Ask: TypeAlias = Callable[[str, int], tuple[float, float]]  # variant, steps: seconds a step, loss
 PEERS = Path(__file__).resolve().parent / "peers"
 WARM = 3  # as in peers/serve.py: all have taken as many steps in the end
 
@@ -153,7 +155,7 @@ def here(step: Step) -> Side:
 
 
 @contextmanager
-def worker(example: Example, python: str, arrays: Path, threads: int) -> Iterator[tuple[dict[str, Any], Callable]]:
+def worker(example: Example, python: str, arrays: Path, threads: int) -> Iterator[tuple[dict[str, Any], Ask]]:
     """A worker in the framework's own interpreter: what it said at the start, and a function that asks it."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "GLOG_v": "3"}
     environment.pop("PYTHONPATH", None)
@@ -194,28 +196,26 @@ def measure(example: Example, python: str, args: argparse.Namespace, run: Run) -
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         file = Path(folder) / "arrays.npz"
-        numpy.savez(file, **arrays)
+        numpy.savez(file, allow_pickle=False, **arrays)
         said, ask = stack.enter_context(worker(example, python, file, args.threads))
         name = f"{example.framework} {said['version']}"
         setattr(args, example.framework, said["version"])  # the result file names versions, not places
         sides: dict[tuple[str, str], Side] = {
-            (name, variant): Side(lambda steps, variant=variant: ask(variant, steps)) for variant in said["variants"]
+            (name, variant): Side(partial(ask, variant)) for variant in said["variants"]
         }
         sides["torch", "fp32"] = here(torch_step(example, arrays, None))
         for dtype in args.dtype:
             sides["torch", f"autocast {dtype}"] = here(torch_step(example, arrays, DTYPES[dtype]))
             for level in ("O1", "O2"):
                 sides["ours", f"{level} {dtype}"] = here(our_step(example, arrays, level, DTYPES[dtype]))
-        cases = {
-            " ".join(key): (lambda side=side: side.sample(args.steps)) for key, side in sides.items()
-        }  # fmt: skip
+        cases = {" ".join(key): partial(side.sample, args.steps) for key, side in sides.items()}
         with console.status(f"{example.framework}: {example.subject}"):
             samples = interleave(cases, args.rounds)
     table: list[list[object]] = []
     for (framework, variant), side in sides.items():
         seconds = samples[f"{framework} {variant}"]
         own = "torch" if framework == "ours" else framework
-        reference = {"subject": example.subject, "framework": own, "variant": "fp32"}
+        reference: dict[str, str | int] = {"subject": example.subject, "framework": own, "variant": "fp32"}
         key: dict[str, str | int] = {"subject": example.subject, "framework": framework, "variant": variant}
         run.add(Row(key, samples={"seconds": seconds}, figures={"loss": side.loss},
                     reference=None if variant == "fp32" else reference))  # fmt: skip
@@ -276,12 +276,12 @@ def main() -> int:
     return run.finish(plot=(lambda path: draw(run.rows, path)) if run.rows else None)
 
 
-def draw(rows: list[Row], path: Path) -> object:
-    groups: dict[str, dict[str, float]] = {}
+def draw(rows: list[Row], path: Path) -> None:
+    groups: dict[str, dict[str, Ratio | float]] = {}
     for row in (row for row in rows if row.samples):
         name = f"{str(row.key['framework']).partition(' ')[0]}, {row.key['variant']}"
         groups.setdefault(str(row.key["subject"]), {})[name] = spread(row.samples["seconds"]).median * 1e3
-    return bars(path, "A training step on the frameworks' own examples", groups, "ms, lower is better", log=True)
+    bars(path, "A training step on the frameworks' own examples", groups, "ms, lower is better", log=True)
 
 
 if __name__ == "__main__":

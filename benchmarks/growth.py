@@ -25,7 +25,7 @@ import json
 import statistics
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from amp_compiler import amp_compile, compile_train_step
+from amp_compiler import AmpModule, amp_compile, compile_train_step
 from harness import (
     Row,
     Run,
@@ -143,7 +143,7 @@ class Subject:
 
         def amp(model: nn.Module) -> Update:
             compiled = amp_compile(model, level="O2", dtype=DTYPE, backend="eager")
-            self.compiled = compiled
+            self.compiled: AmpModule = compiled
             return forward_backward(compiled, self.data)
 
         ways: dict[str, Callable[[nn.Module], Update]] = {
@@ -172,9 +172,9 @@ class Subject:
             self.look_at(self.compiled)
         return seconds
 
-    def look_at(self, compiled: nn.Module) -> None:
+    def look_at(self, compiled: AmpModule) -> None:
         self.nodes = sum(len(graph.graph.nodes) for graph in compiled.graphs)
-        seconds: Counter[str] = Counter()
+        seconds: dict[str, float] = defaultdict(float)
         for record in compiled.history:
             seconds[record.name] += record.seconds
         for name, value in seconds.items():

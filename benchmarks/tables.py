@@ -348,7 +348,7 @@ def gpu(published: Published) -> str:
     layers = list(dict.fromkeys(layer for layer, _, _ in rows))
     targets = list(dict.fromkeys(target for _, target, _ in rows))
 
-    def cell(layer: object, target: object, name: str) -> str:
+    def cell(layer: str | int, target: str | int, name: str) -> str:
         own, peer = (rows[layer, target, variant].counts[name] for variant in ("ours", "cast before"))
         return f"{own} / {peer}" if name == "kernels" else f"{own / peer:.2f}"
 
