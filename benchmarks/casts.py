@@ -1,33 +1,28 @@
 """Casts that run in a forward and a backward: ours against `torch.autocast`, number and bytes written.
 
-Counted at run time by `amp_compiler.profile.count_casts`, whichever op casts. The same loss in fp32 stands
-behind every variant; what it casts is in all counts. Ratios are ours / autocast: below 1 we cast less.
+On every small network of the tests and a BERT-like encoder. Counted at run time by `amp_compiler.profile`, whichever op
+casts. The same loss in fp32 stands behind every variant; what it casts is in all counts. Ratios are ours / autocast:
+below 1 we cast less. Conversions inside kernels of ours are no casts: they are in the files as `inside`.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 
 import torch
-from common import (
-    BF16_ONLY,
-    DTYPES,
-    NETWORKS,
-    BertLike,
-    console,
-    print_header,
-    print_table,
-    write_results,
-)
 from torch import Tensor, nn
 
 from amp_compiler import Policy, amp_compile
-from amp_compiler.profile import CastCount, count_casts
+from harness import DTYPES, Ratio, Row, Run, arguments, console, count, panels
+from networks import BF16_ONLY, NETWORKS, BertLike
 
+Made = tuple[nn.Module, tuple[Tensor, ...]]
 Variant = Callable[[nn.Module, torch.dtype], Callable[..., Tensor]]
+PEER = "autocast"
 
 
 def autocast(model: nn.Module, dtype: torch.dtype) -> Callable[..., Tensor]:
@@ -43,98 +38,115 @@ def torch_policy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return amp_compile(model, policy=policy, backend="eager", keep_output_dtypes=False)
 
 
-def at_level(level: str) -> Variant:
-    return lambda model, dtype: amp_compile(model, level=level, dtype=dtype, backend="eager")
+def at_level(model: nn.Module, dtype: torch.dtype, level: str) -> nn.Module:
+    return amp_compile(model, level=level, dtype=dtype, backend="eager")
 
 
-PEER = "autocast"
 VARIANTS: dict[str, Variant] = {
     PEER: autocast,
     "Policy.torch": torch_policy,
-    "auto": at_level("auto"),
-    "O1": at_level("O1"),
-    "O2": at_level("O2"),
+    **{level: partial(at_level, level=level) for level in ("auto", "O1", "O2")},
 }
 
 
-def bert() -> tuple[nn.Module, tuple[Tensor, ...]]:
+def bert() -> Made:
     torch.manual_seed(0)
     return BertLike(layers=4, hidden=128, heads=4, intermediate=512, seq=64), (torch.randint(1000, (8, 64)),)
 
 
-def count(
-    make: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]], variant: Variant, dtype: torch.dtype
-) -> CastCount:
+SUBJECTS: dict[str, Callable[[], Made]] = {**NETWORKS, "bert": bert}
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    found.add_argument("--networks", nargs="+", choices=SUBJECTS, default=list(SUBJECTS), metavar="NAME")
+    found.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    return arguments(found)
+
+
+def counted(name: str, variant: str, dtype: str) -> Row:
+    key: dict[str, str | int] = {"network": name, "dtype": dtype, "variant": variant}
+    row = Row(key, reference=None if variant == PEER else {**key, "variant": PEER})
     torch._dynamo.reset()
-    model, args = make()
-    run = variant(model, dtype)
+    try:
+        model, args = SUBJECTS[name]()
+        run = VARIANTS[variant](model, DTYPES[dtype])
 
-    def step() -> None:
-        run(*args).float().pow(2).mean().backward()
+        def step() -> None:
+            run(*args).float().pow(2).mean().backward()
 
-    step()  # compiles
-    model.zero_grad()
-    for arg in args:
-        arg.grad = None
-    return count_casts(step)
+        step()  # compiles
+        model.zero_grad()
+        for arg in args:
+            arg.grad = None
+        row.counts = count(step).as_dict()
+    except Exception as error:  # one that fails, in whatever way, leaves the others to be counted
+        lines = str(error).strip().splitlines()
+        row.failed, row.note = True, f"{type(error).__name__}: {lines[0] if lines else ''}"
+    return row
+
+
+# ------------------------------------------------------------------------------------------------------- showing
+
+
+def share(own: Row, peer: Row, name: str) -> float:
+    """Ours divided by the peer's; both without a cast are alike."""
+    first, second = own.counts[name], peer.counts[name]
+    return first / second if second else 1.0 if first == 0 else float("inf")
+
+
+def cell(own: Row | None, peer: Row) -> str:
+    if own is None or own.failed:
+        return "failed"
+    text = f"{own.counts['casts']:,}  {own.counts['cast_bytes'] / 1024:,.1f}"
+    ratios = f"  ({share(own, peer, 'casts'):.2f}, {share(own, peer, 'cast_bytes'):.2f})"
+    return text if own is peer else text + ratios
+
+
+def total(rows: Sequence[Row]) -> Row:
+    names = ("casts", "cast_bytes")
+    return Row({"network": "all"}, {name: sum(row.counts[name] for row in rows) for name in names})
+
+
+def show(run: Run, dtype: str, found: Mapping[str, Mapping[str, Row]], variants: Sequence[str]) -> None:
+    table = [[name, *(cell(rows.get(v), rows[PEER]) for v in variants)] for name, rows in found.items()]
+    whole = [rows for rows in found.values() if not any(row.failed for row in rows.values())]
+    if whole:
+        totals = {variant: total([rows[variant] for rows in whole]) for variant in variants}
+        table.append(["all that all ran", *(cell(totals[v], totals[PEER]) for v in variants)])
+    run.table(f"{dtype}: casts, KiB written (each divided by autocast's)", ["network", *variants], table)
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    peers = {(row.key["network"], row.key["dtype"]): row for row in rows if row.key["variant"] == PEER}
+    parts: dict[str, dict[str, dict[str, Ratio | float]]] = {}
+    for row in rows:
+        network, dtype, variant = (str(row.key[name]) for name in ("network", "dtype", "variant"))
+        peer = peers[network, dtype]
+        if row.reference is not None and not row.failed and not peer.failed:
+            value = share(row, peer, "cast_bytes")
+            parts.setdefault(dtype, {}).setdefault(network, {})[variant] = Ratio(value, value, value)
+    panels(path, "Bytes cast in a forward and a backward, divided by torch.autocast's", parts, "of autocast's bytes")
 
 
 def main() -> int:
-    networks = {**NETWORKS, "bert 4x128": bert}
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--networks", nargs="+", choices=networks, default=list(networks), metavar="NAME")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    args = parser.parse_args()
+    args = parser().parse_args()
+    run = Run("casts", "Casts in a forward and a backward", args)
     variants = [PEER, *(name for name in args.variants if name != PEER)]
-    dtype = DTYPES[args.dtype]
-
-    facts = print_header(f"Casts in a forward and a backward, {args.dtype}")
-    rows: list[dict[str, object]] = []
-    table: list[list[str]] = []
-    totals = dict.fromkeys(variants, CastCount(0, 0))
-    failures = 0
-    for name in args.networks:
-        if name in BF16_ONLY and dtype != torch.bfloat16:
-            console.print(f"{name}: left out, autocast cannot run it in {args.dtype}")
-            continue
-        counts: dict[str, CastCount] = {}
-        for variant in variants:
-            try:
-                counts[variant] = count(networks[name], VARIANTS[variant], dtype)
-            except Exception:
-                failures += 1
-                console.print(f"{name}, {variant} failed:\n{traceback.format_exc(limit=-3)}", markup=False)
-        if PEER not in counts:
-            continue
-        peer = counts[PEER]
-        table.append([name, *(cell(counts.get(variant), peer) for variant in variants)])
-        for variant, own in counts.items():
-            ratios = {"number_ratio": own.number / peer.number, "bytes_ratio": own.bytes / peer.bytes}
-            row = {"network": name, "dtype": args.dtype, "variant": variant}
-            rows.append({**row, "number": own.number, "bytes": own.bytes, **ratios, "by_op": dict(own.by_op)})
-        if len(counts) == len(variants):  # totals are of the networks that every variant ran
-            for variant, own in counts.items():
-                total = totals[variant]
-                totals[variant] = CastCount(total.number + own.number, total.bytes + own.bytes)
-    if totals[PEER].number:
-        table.append(
-            ["all that every variant ran", *(cell(total, totals[PEER]) for total in totals.values())]
-        )
-    print_table(
-        "Casts, KiB written (each divided by autocast's)",
-        ["network", *variants],
-        table,
-    )
-    write_results(f"casts_{args.dtype}", facts, rows)
-    return 1 if failures else 0
-
-
-def cell(own: CastCount | None, peer: CastCount) -> str:
-    if own is None:
-        return "failed"
-    text = f"{own.number:,}  {own.bytes / 1024:,.1f}"
-    return text if own is peer else f"{text}  ({own.number / peer.number:.2f}, {own.bytes / peer.bytes:.2f})"
+    for dtype in args.dtypes:
+        found: dict[str, dict[str, Row]] = {}
+        for name in args.networks:
+            if name in BF16_ONLY and dtype != "bfloat16":
+                console.print(f"{name}: left out, autocast cannot run it in {dtype}")
+                continue
+            with console.status(f"{name}, {dtype}"):
+                rows = {variant: counted(name, variant, dtype) for variant in variants}
+            run.rows += rows.values()
+            if not rows[PEER].failed:
+                found[name] = rows
+        show(run, dtype, found, variants)
+    return run.finish(lambda path: draw(run.rows, path))
 
 
 if __name__ == "__main__":

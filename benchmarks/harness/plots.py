@@ -41,7 +41,7 @@ def panels(path: Path, title: str, parts: Mapping[str, Groups], label: str, log:
     variants = list(dict.fromkeys(v for groups in parts.values() for group in groups.values() for v in group))
     rows = {name: max(len(groups.get(name, ())) for groups in parts.values()) for name in names}
     with _style():
-        figure = _figure(2.5 + 4.2 * len(parts), 1.4 + 0.15 * sum(rows.values()) + 0.2 * len(names))
+        figure = _figure(2.6 + max(6.2, 4.2 * len(parts)), 1.4 + 0.15 * sum(rows.values()) + 0.2 * len(names))
         all_axes = figure.subplots(1, len(parts), sharex=True, sharey=True, squeeze=False)[0]
         named: set[str] = set()
         for axes, (part, groups) in zip(all_axes, parts.items(), strict=True):
