@@ -93,7 +93,7 @@ def inference(dtype: torch.dtype) -> dict[str, Callable[[], object]]:
 
 def measure_memory(args: argparse.Namespace, run: Run) -> None:
     table: list[list[object]] = []
-    for dtype in args.dtype:
+    for dtype in args.dtypes:
         with console.status(f"memory, {dtype}"):
             found = in_fresh_process(__file__, ["--memory-of", dtype, "--size", args.size, "--threads", "1"])
         peak = found.pop("peak")
@@ -109,7 +109,7 @@ def measure_memory(args: argparse.Namespace, run: Run) -> None:
 def measure_conversion(args: argparse.Namespace, run: Run) -> None:
     model, example = encoder(args.size)
     cases: dict[str, Callable[[], float]] = {"torch.export": timed(lambda: torch.export.export(model, example))}
-    for dtype in args.dtype:
+    for dtype in args.dtypes:
         cases[dtype] = timed(partial(convert_model, model, example, dtype=DTYPES[dtype]))
     with console.status("time of conversion"):
         for case in cases.values():
@@ -127,7 +127,7 @@ def measure_conversion(args: argparse.Namespace, run: Run) -> None:
 def measure_inference(args: argparse.Namespace, run: Run) -> dict[str, dict[str, Ratio | float]]:
     table: list[list[object]] = []
     drawn: dict[str, dict[str, Ratio | float]] = {}
-    for dtype in args.dtype:
+    for dtype in args.dtypes:
         with console.status(f"inference, {dtype}"):
             samples = interleave({k: sampled(one) for k, one in inference(DTYPES[dtype]).items()}, args.rounds)
         reference: dict[str, str | int] = {"what": "inference", "dtype": dtype, "variant": "fp32"}
@@ -144,7 +144,7 @@ def measure_inference(args: argparse.Namespace, run: Run) -> dict[str, dict[str,
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
+    made.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     made.add_argument("--size", choices=SIZES, default="110 million", help="of the model that is converted")
     made.add_argument("--export-rounds", type=int, default=3)
     made.add_argument("--memory-of", choices=DTYPES, help=argparse.SUPPRESS)

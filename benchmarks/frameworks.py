@@ -204,7 +204,7 @@ def measure(example: Example, python: str, args: argparse.Namespace, run: Run) -
             (name, variant): Side(partial(ask, variant)) for variant in said["variants"]
         }
         sides["torch", "fp32"] = here(torch_step(example, arrays, None))
-        for dtype in args.dtype:
+        for dtype in args.dtypes:
             sides["torch", f"autocast {dtype}"] = here(torch_step(example, arrays, DTYPES[dtype]))
             for level in ("O1", "O2"):
                 sides["ours", f"{level} {dtype}"] = here(our_step(example, arrays, level, DTYPES[dtype]))
@@ -249,7 +249,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--paddle", metavar="PYTHON", help="an interpreter that has Paddle")
     made.add_argument("--mindspore", metavar="PYTHON", help="an interpreter that has MindSpore")
-    made.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
+    made.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     made.add_argument("--width", type=int, default=512, help="of the nine layers (the guide has 8192, on a V100)")
     made.add_argument("--batch", type=int, default=256, help="of the nine layers (the guide has 2048)")
     made.add_argument("--steps", type=int, default=5, help="a sample")

@@ -150,7 +150,7 @@ def measure(case: str, dtype: str, runs: Runs, rounds: int, run: Run) -> dict[st
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
+    made.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     made.add_argument("--gradients", action=argparse.BooleanOptionalAction, default=True)
     made.add_argument("--full", action="store_true", help="more shapes")
     made.add_argument("--build", action=argparse.BooleanOptionalAction, default=True, help="time their compilation")
@@ -173,7 +173,7 @@ def main() -> int:
     drawn: dict[str, dict[str, Ratio | float]] = {}
     ms = "{:,.2f}".format
     with torch.inference_mode():
-        for name in args.dtype:
+        for name in args.dtypes:
             dtype, rows = DTYPES[name], []
             for case, runs in {**products(dtype, args.full), **wide(dtype, args.full)}.items():
                 samples = measure(case, name, runs, args.rounds, run)
@@ -186,7 +186,7 @@ def main() -> int:
             columns = ["", "fp32 ms", "native", "ours", "ours / fp32", "native / ours", "in Python / ours"]
             run.table(name, columns, rows)
         rows = []
-        for name, dtype in {"float32": torch.float32, **{n: DTYPES[n] for n in args.dtype}}.items():
+        for name, dtype in {"float32": torch.float32, **{n: DTYPES[n] for n in args.dtypes}}.items():
             for case, runs in (gradients(dtype) if args.gradients else {}).items():
                 samples = measure(case, name, runs, args.rounds, run)
                 peer, own = (ms(spread(samples[kind]).median * 1e3) for kind in ("foreach", "ours"))

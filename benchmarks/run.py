@@ -52,9 +52,9 @@ PLANS = {
             " --rounds 6"),
         Job("compiled", "steps", "--subjects bert --kinds training --dtypes bfloat16"
             " --variants fp32 autocast+compile O2+inductor --rounds 6"),
-        Job("casts", "casts", "--networks dense encoder"),
+        Job("casts", "casts", "--networks dense bert --dtypes bfloat16 --variants autocast O2"),
         Job("growth", "growth", "--layers 2 8 --rounds 1 --no-resident"),
-        Job("kernels", "kernels", "--dtype bfloat16 --rounds 6 --no-gradients"),
+        Job("kernels", "kernels", "--dtypes bfloat16 --rounds 6 --no-gradients --no-build"),
         Job("gpu", "gpu", "--quick --target sm_90"),
     )),
     # Every subject in training in one dtype and in inference in the other; bert in both.
@@ -71,7 +71,7 @@ PLANS = {
             " --variants fp32 autocast O0 O1 auto O2 O3 --rounds 6"),
         Job("widths", "steps", "--subjects nine_256 nine_1024 --kinds training --dtypes bfloat16 float16"
             " --variants fp32 autocast O2 --rounds 6"),
-        Job("casts", "casts"),
+        Job("casts", "casts", "--dtypes bfloat16 --variants autocast Policy.torch O2"),
         Job("growth", "growth", "--layers 2 8 24 --rounds 2"),
         Job("kernels", "kernels", "--rounds 6"),
         Job("convert", "convert", "--rounds 6 --export-rounds 1"),
@@ -84,8 +84,7 @@ PLANS = {
         Job("training_adamw", "steps", "--subjects nine_512 bert --kinds training --optimizer adamw"),
         Job("training_accumulated", "steps", "--subjects nine_512 bert --kinds training --accumulate 4"),
         Job("transformers", "steps", "--subjects hf_bert"),
-        Job("casts_bfloat16", "casts", "--dtype bfloat16"),
-        Job("casts_float16", "casts", "--dtype float16"),
+        Job("casts", "casts"),
         Job("growth_bert", "growth", "--model bert --rounds 5"),
         Job("growth_llama", "growth", "--model llama --rounds 3"),
         Job("growth_inductor", "growth", "--layers 2 4 8 16 --rounds 2 --inductor --no-resident"),
