@@ -20,8 +20,10 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-zoo lint types bench-compile bench-casts bench-train bench-speed bench-kernels \
-	bench-convert bench-dump pictures clean
+# Benchmarks that run alone; benchmarks/README.md tells what each measures.
+SCRIPTS := steps casts growth kernels convert dump gpu frameworks
+
+.PHONY: help demo test test-zoo lint types bench bench-quick bench-full $(SCRIPTS:%=bench-%) bench-publish pictures clean
 
 help:
 	@echo "make demo            train a small network at every level and compare"
@@ -29,13 +31,11 @@ help:
 	@echo "make test-zoo        45 models from transformers at every level and dtype, more random programs (half an hour)"
 	@echo "make lint            ruff"
 	@echo "make types           mypy, strict, over the package as it is installed"
-	@echo "make bench-compile   how long compilation takes"
-	@echo "make bench-casts     how many casts are left"
-	@echo "make bench-train     a training step beside autocast and GradScaler"
-	@echo "make bench-speed     training and inference beside fp32 and autocast, four networks"
-	@echo "make bench-kernels   kernels op by op, beside torch's"
-	@echo "make bench-convert   converting a model for inference: time, memory, speed of the result"
-	@echo "make bench-dump      a BERT as an HTML page: seconds, bytes, time to open"
+	@echo "make bench           all benchmarks, the peers beside us in one run: 15 minutes on 2 cores"
+	@echo "make bench-quick     a part of them: 3 minutes"
+	@echo "make bench-full      everything, for hours"
+	@echo "make bench-NAME      one script: $(SCRIPTS)"
+	@echo "make bench-publish   write the results into README.md, docs/bench/ and benchmarks/published/"
 	@echo "make pictures        the pictures of the README (needs Chromium)"
 	@echo "make clean           remove .venv and everything built"
 
@@ -62,26 +62,20 @@ types: $(READY)
 	@cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache \
 		$(ARGS) | sed -E 's#^amp_compiler/(passes|kernels)/#\1/#'
 
-bench-compile: $(READY)
-	@$(BIN)/python benchmarks/compile_time.py $(ARGS)
+bench: $(READY)
+	@$(BIN)/python benchmarks/run.py diagonal $(ARGS)
 
-bench-casts: $(READY)
-	@$(BIN)/python benchmarks/casts.py $(ARGS)
+bench-quick: $(READY)
+	@$(BIN)/python benchmarks/run.py quick $(ARGS)
 
-bench-train: $(READY)
-	@$(BIN)/python benchmarks/train_step.py $(ARGS)
+bench-full: $(READY)
+	@$(BIN)/python benchmarks/run.py full $(ARGS)
 
-bench-speed: $(READY)
-	@$(BIN)/python benchmarks/speed.py $(ARGS)
+$(SCRIPTS:%=bench-%): bench-%: $(READY)
+	@$(BIN)/python benchmarks/$*.py $(ARGS)
 
-bench-kernels: $(READY)
-	@$(BIN)/python benchmarks/kernels.py $(ARGS)
-
-bench-convert: $(READY)
-	@$(BIN)/python benchmarks/convert.py $(ARGS)
-
-bench-dump: $(READY)
-	@$(BIN)/python benchmarks/dump.py $(ARGS)
+bench-publish: $(READY)
+	@$(BIN)/python benchmarks/publish.py $(ARGS)
 
 pictures: $(READY)
 	@$(BIN)/python docs/make_pictures.py $(ARGS)

@@ -1,71 +1,67 @@
 """Converting a model for inference: how long it takes, what memory it needs, and how fast the result runs on this CPU.
 
-*Conversion* of a BERT-like encoder of 110 million parameters (12 layers of 768), in fresh processes: time beside plain
-`torch.export.export` of the same model, in turns; and the peak of the process's memory beyond what it had, beside
-the bytes of the converted weights and of the largest weight. *Inference* of the 4-layer encoder of the tests, batch
-8 x 64: fp32 eager, `torch.autocast`, `model.to(dtype)`, converted with and without fp32 copies of weights, in turns.
+*Conversion* of a BERT-like encoder of 110 million parameters (12 layers of 768): time beside plain
+`torch.export.export` of the same model, in turns; and in a fresh process the peak of its memory beyond what it had,
+beside the bytes of the converted weights and of the largest weight. *Inference* of the 4-layer encoder of the tests,
+batch 8 x 64: fp32 eager, `torch.autocast`, `model.to(dtype)`, converted with and without fp32 copies of weights, in
+turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import json
-import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
-from common import DTYPES, BertLike, console, interleave, print_header, print_table, sampled, spread, write_results
 from torch import nn
 
 from amp_compiler import convert_model
+from harness import (
+    DTYPES,
+    Ratio,
+    Row,
+    Run,
+    arguments,
+    bars,
+    console,
+    in_fresh_process,
+    interleave,
+    peak_resident,
+    ratio,
+    sampled,
+    set_threads,
+    spread,
+)
+from networks import BertLike
 
-LARGE = {"layers": 12, "hidden": 768, "heads": 12, "intermediate": 3072, "vocab": 30522, "seq": 512}
+#: layers, hidden, heads, intermediate, vocabulary, longest sequence
+SIZES = {"110 million": (12, 768, 12, 3072, 30522, 512), "tiny": (2, 32, 2, 64, 100, 64)}
 
 
-def large() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+def encoder(size: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     torch.manual_seed(0)
-    return BertLike(**LARGE).eval(), (torch.randint(1000, (2, 64)),)
+    layers, hidden, heads, intermediate, vocabulary, longest = SIZES[size]
+    model = BertLike(layers, hidden, heads, intermediate, vocabulary, longest).eval()
+    return model, (torch.randint(min(1000, vocabulary), (2, 64)),)
 
 
-# -------------------------------------------------------------------------------------------- in a fresh process
-
-
-def resident(field: str) -> int:
-    """A line of the process's own record, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}")
-
-
-def memory(dtype: torch.dtype) -> dict[str, int]:
-    model, args = large()
+def memory(size: str, dtype: torch.dtype) -> dict[str, int]:
+    """In a fresh process: what converting takes beyond the model, and the bytes of what comes out."""
+    model, args = encoder(size)
     small = BertLike(layers=1, hidden=8, heads=1, intermediate=8, vocab=8, seq=8).eval()
     convert_model(small, (torch.zeros(1, 8, dtype=torch.long),), dtype=dtype)  # what is imported and set up once
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the highest memory so far is that of now
-    before = resident("VmRSS")
-    converted = convert_model(model, args, dtype=dtype)
-    peak = resident("VmHWM") - before
+    made = []
+    peak = peak_resident(lambda: made.append(convert_model(model, args, dtype=dtype)))
     largest = max(p.numel() * p.element_size() for p in model.parameters())
-    return {"peak": peak, "weights": converted.details.stored_bytes, "fp32": converted.details.fp32_bytes,
-            "largest": largest}  # fmt: skip
-
-
-def in_fresh_process(dtype: str) -> dict[str, int]:
-    command = [sys.executable, __file__, "--memory-of", dtype]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-# ----------------------------------------------------------------------------------------------------- timing
+    details = made[0].details
+    return {"peak": peak, "converted_bytes": details.stored_bytes, "fp32_bytes": details.fp32_bytes,
+            "largest_bytes": largest}  # fmt: skip
 
 
 def timed(run: Callable[[], object]) -> Callable[[], float]:
@@ -95,58 +91,81 @@ def inference(dtype: torch.dtype) -> dict[str, Callable[[], object]]:
     return {name: torch.inference_mode()(run) for name, run in runs.items()}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--export-rounds", type=int, default=3)
-    parser.add_argument("--memory-of", choices=DTYPES, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    if args.memory_of:
-        print(json.dumps(memory(DTYPES[args.memory_of])))
-        return 0
-    facts = print_header("Conversion for inference")
-    records: list[dict[str, object]] = []
-
+def measure_memory(args: argparse.Namespace, run: Run) -> None:
     table: list[list[object]] = []
-    for dtype in args.dtype:
+    for dtype in args.dtypes:
         with console.status(f"memory, {dtype}"):
-            found = in_fresh_process(dtype)
-        bound = 1.1 * found["weights"] + found["largest"]
-        table.append([dtype, *(f"{found[k] / 1e6:,.0f}" for k in ("fp32", "weights", "largest", "peak")),
-                      f"{found['peak'] / bound:.2f}"])  # fmt: skip
-        records.append({"what": "memory", "dtype": dtype, **found, "bound": bound})
+            found = in_fresh_process(__file__, ["--memory-of", dtype, "--size", args.size, "--threads", "1"])
+        peak = found.pop("peak")
+        bound = 1.1 * found["converted_bytes"] + found["largest_bytes"]
+        table.append([dtype, *(f"{found[k] / 1e6:,.0f}" for k in ("fp32_bytes", "converted_bytes", "largest_bytes")),
+                      f"{peak / 1e6:,.0f}", f"{peak / bound:.2f}"])  # fmt: skip
+        key: dict[str, str | int] = {"what": "memory", "dtype": dtype, "variant": "converted"}
+        run.add(Row(key, found, figures={"peak_resident": peak, "of_bound": peak / bound}))
     columns = ["MB", "fp32 weights", "converted", "largest", "peak extra", "peak / (1.1 converted + largest)"]
-    print_table("Memory of converting 110 million parameters", columns, table)
+    run.table(f"Memory of converting the encoder ({args.size} parameters)", columns, table)
 
-    model, example = large()
+
+def measure_conversion(args: argparse.Namespace, run: Run) -> None:
+    model, example = encoder(args.size)
     cases: dict[str, Callable[[], float]] = {"torch.export": timed(lambda: torch.export.export(model, example))}
-    for dtype in args.dtype:
-        cases[dtype] = timed(lambda dtype=dtype: convert_model(model, example, dtype=DTYPES[dtype]))
+    for dtype in args.dtypes:
+        cases[dtype] = timed(partial(convert_model, model, example, dtype=DTYPES[dtype]))
     with console.status("time of conversion"):
         for case in cases.values():
             case()
         samples = interleave(cases, args.export_rounds)
-    peer = statistics.median(samples["torch.export"])
-    rows = [[name, spread(taken), f"{statistics.median(taken) / peer:.2f}"] for name, taken in samples.items()]
-    print_table("Time of converting it", ["", "ms", "/ torch.export"], rows)
-    records += [{"what": "time", "variant": n, "seconds": statistics.median(t)} for n, t in samples.items()]
+    peer: dict[str, str | int] = {"what": "conversion", "dtype": "float32", "variant": "torch.export"}
+    rows = []
+    for name, taken in samples.items():
+        key = peer if name == "torch.export" else {"what": "conversion", "dtype": name, "variant": "convert_model"}
+        run.add(Row(dict(key), samples={"seconds": taken}, reference=None if key is peer else peer))
+        rows.append([name, spread(taken), "" if key is peer else ratio(taken, samples["torch.export"])])
+    run.table("Time of converting it", ["", "ms: median (range)", "/ torch.export"], rows)
 
-    table = []
-    for dtype in args.dtype:
+
+def measure_inference(args: argparse.Namespace, run: Run) -> dict[str, dict[str, Ratio | float]]:
+    table: list[list[object]] = []
+    drawn: dict[str, dict[str, Ratio | float]] = {}
+    for dtype in args.dtypes:
         with console.status(f"inference, {dtype}"):
-            samples = interleave({k: sampled(run) for k, run in inference(DTYPES[dtype]).items()}, args.rounds)
-        fp32 = statistics.median(samples["fp32"])
-        table += [[dtype, name, spread(t), f"{statistics.median(t) / fp32:.2f}"] for name, t in samples.items()]
-        records += [
-            {"what": "inference", "dtype": dtype, "variant": name, "seconds": statistics.median(t),
-             "fp32_ratio": statistics.median(t) / fp32} for name, t in samples.items()
-        ]  # fmt: skip
-    print_table("Inference, 4 layers of 128, batch 8 x 64", ["", "", "ms", "/ fp32"], table)
-    write_results("convert", facts, records)
-    return 0
+            samples = interleave({k: sampled(one) for k, one in inference(DTYPES[dtype]).items()}, args.rounds)
+        reference: dict[str, str | int] = {"what": "inference", "dtype": dtype, "variant": "fp32"}
+        for name, taken in samples.items():
+            key = {**reference, "variant": name}
+            run.add(Row(key, samples={"seconds": taken}, reference=None if key == reference else reference))
+            divided = None if key == reference else ratio(taken, samples["fp32"])
+            table.append([f"{dtype}, {name}", spread(taken), divided or ""])
+            if divided is not None:
+                drawn.setdefault(dtype, {})[name] = divided
+    run.table("Inference, 4 layers of 128, batch 8 x 64", ["", "ms: median (range)", "/ fp32"], table)
+    return drawn
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    made.add_argument("--size", choices=SIZES, default="110 million", help="of the model that is converted")
+    made.add_argument("--export-rounds", type=int, default=3)
+    made.add_argument("--memory-of", choices=DTYPES, help=argparse.SUPPRESS)
+    return arguments(made, rounds=9, threads=1)
+
+
+def main() -> int:
+    args = parser().parse_args()
+    if args.memory_of:
+        set_threads(args.threads)
+        print(json.dumps(memory(args.size, DTYPES[args.memory_of])))
+        return 0
+    run = Run("convert", "Conversion for inference", args)
+    measure_memory(args, run)
+    measure_conversion(args, run)
+    drawn = measure_inference(args, run)
+
+    def plot(path: Path) -> None:
+        bars(path, "Inference of a 4-layer encoder: time divided by fp32's", drawn, "× fp32, lower is better", log=True)
+
+    return run.finish(plot)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,28 @@
 """`amp-compiler dump --format html` of a BERT: how long it takes, how large the page is, how fast a browser opens it.
 
 A process of its own, started as a user does, imports of torch and transformers included. The peer in the same run is
-what everything before our part costs: the same process with the model made and `torch.export.export` called on it.
+what everything before our part costs: the same process with the model made and `torch.export.export` called on it. Both
+times are there: the clock's, and the processors', which is what a machine without other work would need.
 The page is opened in headless Chromium, where there is one; the time is until it says that it is drawn.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from common import console, print_header, print_table, write_results
+from harness import Ratio, Row, Run, arguments, bars, console, interleave, ratio
+from harness import spread as spread_of
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
-from chromium import Chromium, find_chromium
+# isort: split
+from chromium import Chromium, find_chromium  # in tests/, which the harness puts on the path
 
 MODEL = """
 import torch
@@ -29,22 +32,33 @@ from transformers import BertConfig, BertModel
 def make():
     return BertModel(BertConfig(num_hidden_layers={layers})), (torch.randint(1000, (2, 64)),)
 """
-PEER = """
+EXPORT = """
 import torch
 from model import make
 
 model, args = make()
 torch.export.export(model.eval(), args, strict=False)
 """
+PEER = "torch.export"
 
 
-def measured(command: list[str], folder: Path) -> tuple[float, float]:
-    """Seconds on the clock and on the processors; the second is what a machine without other work would need."""
-    start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return time.perf_counter() - start, spent
+class Command:
+    """A command that runs in a folder: its seconds on the clock, and beside them those on the processors."""
+
+    def __init__(self, command: Sequence[str], folder: Path, threads: int) -> None:
+        self.command, self.folder = command, folder
+        self.environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        self.cpu: list[float] = []
+
+    def __call__(self) -> float:
+        start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run(self.command, cwd=self.folder, capture_output=True, text=True, env=self.environment)
+        if done.returncode:
+            said = done.stderr.strip().splitlines() or ["it said nothing"]
+            raise RuntimeError(f"{' '.join(self.command[1:4])}: {said[-1]}")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        self.cpu.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        return time.perf_counter() - start
 
 
 def opened(page: Path, rounds: int) -> tuple[list[float], list[float]]:
@@ -56,56 +70,83 @@ def opened(page: Path, rounds: int) -> tuple[list[float], list[float]]:
             start = time.perf_counter()
             browser.run("document.getElementById('open').click()")
             whole.append(time.perf_counter() - start)
-        assert browser.errors == [], browser.errors
+        if browser.errors:
+            raise RuntimeError(f"the page has errors: {browser.errors}")
     return drawn, whole
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--graph", nargs="+", default=["inference", "joint"], choices=["forward", "inference", "joint"])
-    parser.add_argument("--rounds", type=int, default=3)
-    args = parser.parse_args()
-    facts = print_header(f"A BERT of {args.layers} layers as an HTML page")
-    rows = []
+def measure(args: argparse.Namespace, run: Run) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "model.py").write_text(MODEL.format(layers=args.layers))
-        times: dict[str, list[tuple[float, float]]] = {graph: [] for graph in args.graph}
-        peer: list[tuple[float, float]] = []
-        for _ in range(args.rounds):
-            peer.append(measured([sys.executable, "-c", PEER], folder))
-            for graph in args.graph:
-                command = [sys.executable, "-m", "amp_compiler", "dump", "model.py:make", "--graph", graph]
-                times[graph].append(measured([*command, "--format", "html", "-o", f"{graph}.html"], folder))
+        commands = {PEER: Command([sys.executable, "-c", EXPORT], folder, args.threads)}
         for graph in args.graph:
-            page = folder / f"{graph}.html"
-            row = {
-                "graph": graph, "bytes": page.stat().st_size,
-                "seconds": [clock for clock, _ in times[graph]], "cpu_seconds": [spent for _, spent in times[graph]],
-                "export_alone": [clock for clock, _ in peer], "export_alone_cpu": [spent for _, spent in peer],
-            }  # fmt: skip
-            if find_chromium() is not None:
-                row["drawn"], row["whole"] = opened(page, args.rounds)
-            rows.append(row)
-    columns = ["graph", "dump, s", "CPU, s", "torch.export alone, s", "CPU, s", "page, MB", "drawn, s", "all opened, s"]
+            dump = [sys.executable, "-m", "amp_compiler", "dump", "model.py:make", "--graph", graph]
+            page = ["--format", "html", "-o", f"{graph}.html"]
+            commands[graph] = Command([*dump, *page], folder, args.threads)
+        cases: dict[str, Callable[[], float]] = dict(commands)
+        with console.status("dumping"):
+            samples = interleave(cases, args.rounds)
+        reference: dict[str, str | int] = {"graph": PEER, "layers": args.layers}
+        for graph, seconds in samples.items():
+            row = Row({**reference, "graph": graph}, samples={"seconds": seconds, "cpu_seconds": commands[graph].cpu})
+            if graph != PEER:
+                row.reference = reference
+                page_file = folder / f"{graph}.html"
+                row.figures["page_bytes"] = page_file.stat().st_size
+                if find_chromium() is not None:
+                    row.samples["drawn"], row.samples["opened"] = opened(page_file, args.rounds)
+            run.add(row)
 
-    def shown(row: dict[str, object], key: str) -> str:
-        found = row.get(key)
-        if not isinstance(found, list):
-            return "no Chromium"
-        return f"{statistics.median(found):.1f} ({min(found):.1f} to {max(found):.1f})"
 
-    keys = ("seconds", "cpu_seconds", "export_alone", "export_alone_cpu")
-    print_table(
-        f"Median of {args.rounds} (range), whole processes", columns,
-        [(r["graph"], *(shown(r, k) for k in keys), f"{r['bytes'] / 1e6:.2f}", shown(r, "drawn"), shown(r, "whole"))
-         for r in rows],
+def show(run: Run, rounds: int) -> None:
+    peer = run.rows[0].samples
+
+    def shown(row: Row, name: str) -> str:
+        if name not in row.samples:
+            return "–" if row.key["graph"] == PEER else "no Chromium"
+        found = spread_of(row.samples[name])
+        return f"{found.median:.1f} ({found.low:.1f} to {found.high:.1f})"
+
+    run.table(
+        f"Median of {rounds} (range), seconds, whole processes",
+        ["graph", "on the clock", "CPU", "CPU / torch.export's", "page, MB", "drawn", "all opened"],
+        [
+            (row.key["graph"], shown(row, "seconds"), shown(row, "cpu_seconds"),
+             "" if row.reference is None else ratio(row.samples["cpu_seconds"], peer["cpu_seconds"]),
+             "–" if row.reference is None else f"{row.figures['page_bytes'] / 1e6:.2f}",
+             shown(row, "drawn"), shown(row, "opened"))
+            for row in run.rows
+        ],
     )  # fmt: skip
-    if any(statistics.median(r["cpu_seconds"]) > 20 or r["bytes"] > 3e6 for r in rows):
+    dumped = [row for row in run.rows if row.reference is not None]
+    if any(spread_of(r.samples["cpu_seconds"]).median > 20 or r.figures["page_bytes"] > 3e6 for r in dumped):
         console.print("Over the aim of 20 s or 3 MB.")
-    write_results("dump", facts, rows)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--layers", type=int, default=12)
+    made.add_argument("--graph", nargs="+", default=["inference", "joint"], choices=["forward", "inference", "joint"])
+    return arguments(made, rounds=3, threads=1)
+
+
+def main() -> int:
+    args = parser().parse_args()
+    run = Run("dump", f"A BERT of {args.layers} layers as an HTML page", args)
+    measure(args, run)
+    show(run, args.rounds)
+
+    def plot(path: Path) -> None:
+        peer = run.rows[0].samples["cpu_seconds"]
+        dumped: dict[str, Ratio | float] = {
+            str(row.key["graph"]): ratio(row.samples["cpu_seconds"], peer) for row in run.rows[1:]
+        }
+        title = f"amp-compiler dump of a BERT of {args.layers} layers"
+        bars(path, title, {"dump": dumped}, "× torch.export alone, seconds on the processors")
+
+    return run.finish(plot)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,18 +1,24 @@
 """Kernels on this CPU, op by op: low-precision products, convolution and attention beside torch's native kernels and
 fp32, by shape; and gradients checked and unscaled beside torch's foreach kernel.
 
-Times are medians of runs in turns. "ours" is what a graph of ours runs here (see `AMP_CPU_KERNELS`).
+All kernels of a case run in turns. "ours" is what a graph of ours runs here (see `AMP_CPU_KERNELS`). "native" is
+torch's kernel for the low dtype, with the weight's cast where autocast has one. "in Python" is what runs where there is
+no C++ compiler. The seconds that compiling the kernels takes, once a machine, are measured in a fresh process.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import json
+import os
 import sys
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeAlias
 
 import torch
-from common import DTYPES, console, interleave, print_header, print_table, sampled, write_results
 from torch import Tensor
 
 from amp_compiler.kernels import build
@@ -20,19 +26,43 @@ from amp_compiler.kernels import cast_matmul as _defines  # noqa: F401
 from amp_compiler.kernels.all_finite import all_finite
 from amp_compiler.kernels.unscale import unscale_
 from amp_compiler.kernels.wide import wide_form
+from harness import (
+    DTYPES,
+    Ratio,
+    Row,
+    Run,
+    arguments,
+    bars,
+    console,
+    in_fresh_process,
+    interleave,
+    ratio,
+    sampled,
+    spread,
+)
+from subjects import bert_base_shapes
+
+Runs: TypeAlias = Mapping[str, Callable[[], object]]
+SECONDS = 0.02  # a sample
 
 aten = torch.ops.aten
 #: rows, summed, columns of a product
 PRODUCTS = ((256, 512, 512), (512, 128, 128), (512, 128, 512), (512, 512, 128), (1024, 1024, 1024), (16, 768, 768))
+MORE_PRODUCTS = (
+    (1, 768, 768), (4, 768, 3072), (64, 768, 768), (256, 256, 256), (256, 1024, 1024), (512, 768, 3072),
+    (512, 3072, 768), (2048, 512, 512), (1000, 333, 77),
+)  # fmt: skip
 #: batch, channels, size of images, output channels
 CONVOLUTIONS = ((16, 3, 32, 32), (16, 32, 32, 64), (16, 64, 16, 128))
+MORE_CONVOLUTIONS = ((8, 3, 64, 16), (8, 16, 64, 32), (1, 64, 56, 64), (16, 128, 8, 256))
 #: batch, heads, length, width of attention
 ATTENTION = ((8, 4, 64, 32), (2, 12, 128, 64))
+MORE_ATTENTION = ((1, 4, 512, 64), (16, 8, 32, 16))
 
 
-def products(dtype: torch.dtype) -> dict[str, dict[str, Callable[[], object]]]:
-    cases: dict[str, dict[str, Callable[[], object]]] = {}
-    for m, k, n in PRODUCTS:
+def products(dtype: torch.dtype, full: bool) -> dict[str, Runs]:
+    cases: dict[str, Runs] = {}
+    for m, k, n in PRODUCTS + MORE_PRODUCTS * full:
         x, w, bias = torch.randn(m, k), torch.randn(n, k), torch.randn(n)
         low, op = x.to(dtype), torch.ops.amp.cast_matmul.default
 
@@ -43,18 +73,19 @@ def products(dtype: torch.dtype) -> dict[str, dict[str, Callable[[], object]]]:
             "fp32": lambda x=x, w=w, bias=bias: torch.addmm(bias, x, w.t()),
             "native": native,
             "ours": lambda low=low, w=w, bias=bias, op=op: op(low, w.t(), bias, dtype, dtype),
+            "in Python": lambda low=low, w=w, bias=bias: in_python("cast_matmul")(low, w.t(), bias, dtype, dtype),
         }
     return cases
 
 
-def wide(dtype: torch.dtype) -> dict[str, dict[str, Callable[[], object]]]:
-    cases: dict[str, dict[str, Callable[[], object]]] = {}
+def wide(dtype: torch.dtype, full: bool) -> dict[str, Runs]:
+    cases: dict[str, Runs] = {}
     rest = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-    for batch, channels, size, out in CONVOLUTIONS:
+    for batch, channels, size, out in CONVOLUTIONS + MORE_CONVOLUTIONS * full:
         x, w, b = torch.randn(batch, channels, size, size), torch.randn(out, channels, 3, 3), torch.randn(out)
         name = f"convolution {batch} x {channels} x {size}² to {out}"
         cases[name] = three(aten.convolution.default, dtype, (x, w, b), rest)
-    for shape in ATTENTION:
+    for shape in ATTENTION + MORE_ATTENTION * full:
         q, gradient = torch.randn(shape), torch.randn(shape)
         out, logs = aten._scaled_dot_product_flash_attention_for_cpu.default(q, q, q)
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -65,24 +96,36 @@ def wide(dtype: torch.dtype) -> dict[str, dict[str, Callable[[], object]]]:
 
 def three(
     op: Callable[..., object], dtype: torch.dtype, tensors: tuple[Tensor, ...], rest: tuple[object, ...]
-) -> dict[str, Callable[[], object]]:
+) -> Runs:
     low = tuple(t.to(dtype) for t in tensors)
     form = wide_form(op)
-    return {"fp32": lambda: op(*tensors, *rest), "native": lambda: op(*low, *rest), "ours": lambda: form(*low, *rest)}
+    slow = in_python(form._schema.name.partition("::")[2])
+    return {
+        "fp32": lambda: op(*tensors, *rest), "native": lambda: op(*low, *rest), "ours": lambda: form(*low, *rest),
+        "in Python": lambda: slow(*low, *rest),
+    }  # fmt: skip
 
 
-def bert_base(dtype: torch.dtype) -> list[Tensor]:
-    """Gradients as many and as large as those of BERT-base: 199 tensors, 109.5 million numbers."""
-    hidden, inner = 768, 3072
-    layer = [(hidden, hidden), (hidden,)] * 4 + [(hidden,)] * 4
-    layer += [(inner, hidden), (inner,), (hidden, inner), (hidden,)]
-    embeddings = [(30522, hidden), (512, hidden), (2, hidden), (hidden,), (hidden,)]
-    shapes = [*embeddings, *(layer * 12), (hidden, hidden), (hidden,)]
-    return [torch.randn(shape, dtype=dtype) * 1e-3 for shape in shapes]
+def in_python(name: str) -> Callable[..., object]:
+    """The kernel of one of our ops that stands behind the compiled one."""
+    return build._KERNELS[name]
 
 
-def gradients(dtype: torch.dtype) -> dict[str, dict[str, Callable[[], object]]]:
-    grads, found, one = bert_base(dtype), torch.zeros(1), torch.ones(1)
+def build_seconds() -> float:
+    """How long compiling the kernels takes where nothing is cached: in a process that has not loaded them."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[build.CACHE] = folder
+        start = time.perf_counter()
+        built = build.load()
+        seconds = time.perf_counter() - start
+    if not built.loaded:
+        raise RuntimeError(built.reason)
+    return seconds
+
+
+def gradients(dtype: torch.dtype) -> dict[str, Runs]:
+    grads = [torch.randn(shape, dtype=dtype) * 1e-3 for shape in bert_base_shapes()]
+    found, one = torch.zeros(1), torch.ones(1)
     foreach = torch._amp_foreach_non_finite_check_and_unscale_
     return {
         "BERT-base's gradients: check and unscale": {
@@ -94,38 +137,67 @@ def gradients(dtype: torch.dtype) -> dict[str, dict[str, Callable[[], object]]]:
     }  # fmt: skip
 
 
+def measure(case: str, dtype: str, runs: Runs, rounds: int, run: Run) -> dict[str, list[float]]:
+    """Time all kernels of a case in turns; the last is divided by every other one, the first is the reference."""
+    with console.status(f"{case}, {dtype}"):
+        samples = interleave({kind: sampled(one, SECONDS) for kind, one in runs.items()}, rounds)
+    reference: dict[str, str | int] = {"case": case, "dtype": dtype, "variant": next(iter(runs))}
+    for kind, seconds in samples.items():
+        key = {**reference, "variant": kind}
+        run.add(Row(key, samples={"seconds": seconds}, reference=None if key == reference else reference))
+    return samples
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    made.add_argument("--gradients", action=argparse.BooleanOptionalAction, default=True)
+    made.add_argument("--full", action="store_true", help="more shapes")
+    made.add_argument("--build", action=argparse.BooleanOptionalAction, default=True, help="time their compilation")
+    made.add_argument("--only-build", action="store_true", help=argparse.SUPPRESS)
+    return arguments(made)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=9)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    facts = print_header("Kernels on this CPU")
-    console.print(build.load().reason, highlight=False)
-    records: list[dict[str, object]] = []
+    args = parser().parse_args()
+    if args.only_build:
+        print(json.dumps({"seconds": build_seconds()}))
+        return 0
+    run = Run("kernels", "Kernels on this CPU", args)
+    built = build.load()
+    console.print(built.reason, highlight=False)
+    if args.build and built.loaded:
+        seconds: float = in_fresh_process(__file__, ["--only-build"])["seconds"]
+        run.add(Row({"case": "compiling the kernels", "dtype": "", "variant": "ours"}, figures={"seconds": seconds}))
+        console.print(f"Compiling them took {seconds:.1f} s.", highlight=False)
+    drawn: dict[str, dict[str, Ratio | float]] = {}
     ms = "{:,.2f}".format
     with torch.inference_mode():
-        for name in args.dtype:
+        for name in args.dtypes:
             dtype, rows = DTYPES[name], []
-            for case, runs in {**products(dtype), **wide(dtype)}.items():
-                with console.status(case):
-                    samples = interleave({kind: sampled(run, 0.02) for kind, run in runs.items()}, args.rounds)
-                fp32, native, own = (statistics.median(samples[kind]) for kind in ("fp32", "native", "ours"))
-                rows.append([case, *(ms(t * 1e3) for t in (fp32, native, own)), ms(own / fp32), ms(native / own)])
-                records.append({"case": case, "dtype": name, "fp32": fp32, "native": native, "ours": own})
-            print_table(name, ["", "fp32 ms", "native ms", "ours ms", "ours/fp32", "native/ours"], rows)
+            for case, runs in {**products(dtype, args.full), **wide(dtype, args.full)}.items():
+                samples = measure(case, name, runs, args.rounds, run)
+                medians = [ms(spread(samples[kind]).median * 1e3) for kind in ("fp32", "native", "ours")]
+                own = ratio(samples["ours"], samples["fp32"])
+                others = [ratio(samples[kind], samples["ours"]) for kind in ("native", "in Python")]
+                rows.append([case, *medians, own, *others])
+                drawn.setdefault(case, {})[f"ours, {name}"] = own
+                drawn[case][f"native, {name}"] = ratio(samples["native"], samples["fp32"])
+            columns = ["", "fp32 ms", "native", "ours", "ours / fp32", "native / ours", "in Python / ours"]
+            run.table(name, columns, rows)
         rows = []
-        for name, dtype in {"float32": torch.float32, **{n: DTYPES[n] for n in args.dtype}}.items():
-            for case, runs in gradients(dtype).items():
-                with console.status(case):
-                    samples = interleave({kind: sampled(run, 0.02) for kind, run in runs.items()}, args.rounds)
-                peer, own = (statistics.median(samples[kind]) for kind in ("foreach", "ours"))
-                rows.append([f"{case}, {name}", ms(peer * 1e3), ms(own * 1e3), ms(peer / own)])
-                records.append({"case": case, "dtype": name, "foreach": peer, "ours": own})
-        print_table("Gradients", ["", "foreach ms", "ours ms", "foreach/ours"], rows)
-    write_results("kernels", facts, records)
-    return 0
+        for name, dtype in {"float32": torch.float32, **{n: DTYPES[n] for n in args.dtypes}}.items():
+            for case, runs in (gradients(dtype) if args.gradients else {}).items():
+                samples = measure(case, name, runs, args.rounds, run)
+                peer, own = (ms(spread(samples[kind]).median * 1e3) for kind in ("foreach", "ours"))
+                rows.append([f"{case}, {name}", peer, own, ratio(samples["foreach"], samples["ours"])])
+        if rows:
+            run.table("Gradients", ["", "foreach ms", "ours ms", "foreach / ours"], rows)
+
+    def plot(path: Path) -> None:
+        bars(path, "Kernels on this CPU: time divided by fp32's", drawn, "× fp32, lower is better", log=True)
+
+    return run.finish(plot)
 
 
 if __name__ == "__main__":

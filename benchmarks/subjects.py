@@ -267,3 +267,15 @@ _ALL = (
     ),
 )  # fmt: skip
 SUBJECTS: dict[str, Subject] = {subject.name: subject for subject in _ALL}
+
+
+# ------------------------------------------------------------------------------------------------- a large model
+
+
+def bert_base_shapes() -> list[tuple[int, int]]:
+    """As many and as large as BERT-base's parameters: 199 tensors, 109.5 million numbers."""
+    hidden, inner = 768, 3072
+    layer = [(hidden, hidden), (hidden, 1)] * 4 + [(hidden, 1)] * 4
+    layer += [(inner, hidden), (inner, 1), (hidden, inner), (hidden, 1)]
+    embeddings = [(30522, hidden), (512, hidden), (2, hidden), (hidden, 1), (hidden, 1)]
+    return [*embeddings, *(layer * 12), (hidden, hidden), (hidden, 1)]

@@ -88,6 +88,9 @@ class Result:
     shared: int = 0
     occupancy: float = 0.0
     error: str = ""
+    instructions: int = 0  # of tensor cores, in the text: those of a loop count once
+    loads: tuple[int, int] = (0, 0)  # from memory, in the text: of 16 bytes, and all
+    binary: int = 0  # bytes of machine code, with its headers
     problems: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -227,9 +230,27 @@ def compile_case(case: Case) -> Result:
     text = compiled.asm["ptx" if limits.gpu.backend == "cuda" else "amdgcn"]
     registers, spilled = _ptxas(text, limits.gpu.arch) if limits.gpu.backend == "cuda" else _amd(text)
     shared = compiled.metadata.shared
-    used = [unit for unit, instruction in UNITS.items() if instruction in text]
+    used = {unit: text.count(instruction) for unit, instruction in UNITS.items() if instruction in text}
     occupancy = _occupancy(limits, registers, shared, compiled.metadata.num_warps)
-    return Result(case, ", ".join(used), registers, spilled, shared, occupancy)
+    return Result(
+        case,
+        ", ".join(used),
+        registers,
+        spilled,
+        shared,
+        occupancy,
+        instructions=sum(used.values()),
+        loads=_loads(text),
+        binary=len(compiled.asm["cubin" if limits.gpu.backend == "cuda" else "hsaco"]),
+    )
+
+
+def _loads(text: str) -> tuple[int, int]:
+    """Loads from global memory, also those that go straight to shared memory: of 16 bytes, and all."""
+    wide = r"ld\.global\S*\.v4\.[bfsu]32|ld\.global\S*\.v2\.[bfsu]64|cp\.async\.c[ag]\.shared\.global.*, 0x10[,;]"
+    wide += r"|(?:global|buffer)_load_dwordx4"
+    every = r"ld\.global|cp\.async\.c[ag]\.shared\.global|(?:global|buffer)_load_"
+    return len(re.findall(wide, text)), len(re.findall(every, text))
 
 
 def _ptxas(text: str, arch: int) -> tuple[int, int]:

@@ -101,7 +101,7 @@ def lines(
     from matplotlib.ticker import LogLocator
 
     with _style():
-        figure = _figure(7.5, 4.5)
+        figure = _figure(9, 4.5)
         axes = figure.subplots()
         for number, (name, (sizes, values)) in enumerate(series.items()):
             axes.plot(sizes, values, "o-", markersize=4, color=COLOURS[(number + 1) % len(COLOURS)], label=name)
@@ -114,7 +114,7 @@ def lines(
             _plain_ticks(axes.yaxis)
         axes.set_xlabel(across)
         axes.set_ylabel(up)
-        axes.legend(loc="best", fontsize=9)
+        figure.legend(loc="outside right upper", fontsize=9)  # outside: inside it would hide lines
         _finish(figure, title, path)
 
 

@@ -1,0 +1,164 @@
+"""Run the benchmarks: `quick` (3 minutes), `diagonal` (15 minutes) or `full` (hours), each script in its own process.
+
+The plans are the table below. Scripts run one after the other, each sets its own threads; a failure does not stop the
+rest. Result files and run.json, with the time and exit code of each script, go to `--out`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+PEERS = "fp32 fp32+compile autocast autocast+compile model.to"
+EAGER = "fp32 autocast model.to"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One script with its arguments; `name` is that of its result files."""
+
+    name: str
+    script: str
+    arguments: str = ""
+
+    def command(self, out: Path, more: Sequence[str] = ()) -> list[str]:
+        own = [*shlex.split(self.arguments), *more, "--out", str(out), "--name", self.name]
+        return [sys.executable, str(HERE / f"{self.script}.py"), *own]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Jobs, and the minutes that they may take on 2 quiet cores."""
+
+    minutes: int | None
+    jobs: tuple[Job, ...]
+
+
+PLANS = {
+    "quick": Plan(3, (
+        Job("training", "steps", "--subjects nine_256 bert --kinds training --dtypes bfloat16"
+            " --variants fp32 autocast O2 --rounds 6"),
+        Job("inference", "steps", "--subjects bert --kinds inference --dtypes float16 --variants fp32 autocast O2"
+            " --rounds 6"),
+        Job("compiled", "steps", "--subjects bert --kinds training --dtypes bfloat16"
+            " --variants fp32 autocast+compile O2+inductor --rounds 6"),
+        Job("casts", "casts", "--networks dense bert --dtypes bfloat16 --variants autocast O2"),
+        Job("growth", "growth", "--layers 2 8 --rounds 1 --no-resident"),
+        Job("kernels", "kernels", "--dtypes bfloat16 --rounds 6 --no-gradients --no-build"),
+        Job("gpu", "gpu", "--quick --target sm_90"),
+    )),
+    # Every subject in training in one dtype and in inference in the other; bert in both.
+    "diagonal": Plan(15, (
+        Job("training_bfloat16", "steps", "--subjects nine_512 bert llama resnet lstm --kinds training"
+            f" --dtypes bfloat16 --variants {PEERS} O1 O2 O2+inductor --rounds 6"),
+        Job("training_float16", "steps", "--subjects bert gpt encoder unet --kinds training"
+            f" --dtypes float16 --variants {PEERS} O1 O2 O2+inductor --rounds 6"),
+        Job("inference_bfloat16", "steps", "--subjects bert gpt encoder unet lstm --kinds inference"
+            f" --dtypes bfloat16 --variants {EAGER} O2 converted --rounds 6"),
+        Job("inference_float16", "steps", "--subjects nine_512 bert llama resnet --kinds inference"
+            f" --dtypes float16 --variants {EAGER} O2 converted --rounds 6"),
+        Job("levels", "steps", "--subjects bert --kinds training --dtypes bfloat16"
+            " --variants fp32 autocast O0 O1 auto O2 O3 --rounds 6"),
+        Job("widths", "steps", "--subjects nine_256 nine_1024 --kinds training --dtypes bfloat16 float16"
+            " --variants fp32 autocast O2 --rounds 6"),
+        Job("casts", "casts", "--dtypes bfloat16 --variants autocast Policy.torch O2"),
+        Job("growth", "growth", "--layers 2 8 24 --rounds 2"),
+        Job("kernels", "kernels", "--rounds 6"),
+        Job("convert", "convert", "--rounds 6 --export-rounds 1"),
+        Job("dump", "dump", "--rounds 1"),
+        Job("gpu", "gpu", "--quick"),
+    )),
+    "full": Plan(None, (
+        Job("training", "steps", "--kinds training"),
+        Job("inference", "steps", "--kinds inference"),
+        Job("training_adamw", "steps", "--subjects nine_512 bert --kinds training --optimizer adamw"),
+        Job("training_accumulated", "steps", "--subjects nine_512 bert --kinds training --accumulate 4"),
+        Job("transformers", "steps", "--subjects hf_bert"),
+        Job("casts", "casts"),
+        Job("growth_bert", "growth", "--model bert --rounds 5"),
+        Job("growth_llama", "growth", "--model llama --rounds 3"),
+        Job("growth_inductor", "growth", "--layers 2 4 8 16 --rounds 2 --inductor --no-resident"),
+        Job("kernels", "kernels", "--full --rounds 15"),
+        Job("convert", "convert", "--rounds 15"),
+        Job("dump", "dump", "--graph forward inference joint"),
+        Job("gpu", "gpu"),
+        Job("frameworks", "frameworks"),
+    )),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Done:
+    """A job that ran."""
+
+    name: str
+    command: str
+    seconds: float
+    code: int
+
+
+def run(job: Job, out: Path, more: Sequence[str]) -> Done:
+    command = job.command(out, more)
+    shown = shlex.join(["python", f"benchmarks/{job.script}.py", *command[2:]])
+    print(f"\n$ {shown}", flush=True)
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    start = time.perf_counter()
+    code = subprocess.run(command, env=environment, cwd=HERE.parent).returncode
+    return Done(job.name, shown, round(time.perf_counter() - start, 1), code)
+
+
+def summary(plan: str, done: Sequence[Done]) -> str:
+    """Lines for people: the time of each job, the sum beside the limit, failures."""
+    lines = [f"{job.seconds:8.1f} s  {job.name}{f'  failed, exit code {job.code}' * bool(job.code)}" for job in done]
+    total, minutes = sum(job.seconds for job in done), PLANS[plan].minutes
+    limit = "" if minutes is None else f" of {60 * minutes} s" + ": over the limit" * (total > 60 * minutes)
+    return "\n".join([*lines, f"{total:8.1f} s  in all{limit}"])
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("plan", choices=PLANS)
+    made.add_argument("--only", nargs="+", metavar="NAME", help="of jobs; others are left out")
+    made.add_argument("--list", action="store_true", help="print the commands and do nothing")
+    made.add_argument("--out", type=Path, default=HERE / "results", metavar="DIR", help="where result files go")
+    made.add_argument("--paddle", metavar="PYTHON", help="for frameworks.py")
+    made.add_argument("--mindspore", metavar="PYTHON", help="for frameworks.py")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(arguments)
+    jobs = PLANS[args.plan].jobs
+    unknown = set(args.only or ()) - {job.name for job in jobs}
+    if unknown:
+        parser().error(f"no job of {args.plan} is named {', '.join(sorted(unknown))}")
+    jobs = tuple(job for job in jobs if not args.only or job.name in args.only)
+    pythons = [word for name in ("paddle", "mindspore") if getattr(args, name)
+               for word in (f"--{name}", getattr(args, name))]  # fmt: skip
+    if args.list:
+        for job in jobs:
+            print(shlex.join(["python", f"benchmarks/{job.script}.py", *shlex.split(job.arguments)]))
+        return 0
+    args.out.mkdir(parents=True, exist_ok=True)
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    done: list[Done] = []
+    for job in jobs:
+        done.append(run(job, args.out, pythons if job.script == "frameworks" else []))
+        record = {"plan": args.plan, "date": date, "jobs": [vars(one) for one in done]}
+        (args.out / "run.json").write_text(json.dumps(record, indent=1) + "\n")  # each time: a stopped run is known too
+    print(f"\n{summary(args.plan, done)}")
+    return 1 if any(job.code for job in done) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
