@@ -88,12 +88,10 @@ def _times(where: str, old: Row, new: Row, before: Result, after: Result, compar
     for name in old.samples:
         if not old.samples[name] or not new.samples.get(name):
             continue
-        pair = [_interval(row, name, result) for row, result in ((old, before), (new, after))]
-        if any(found is None for found in pair):  # no reference on one side: seconds on both
-            pair = [Spread(*interval(row.samples[name])) for row in (old, new)]
-        first, second = pair
-        assert first is not None
-        assert second is not None
+        first: Ratio | Spread | None = _interval(old, name, before)
+        second: Ratio | Spread | None = _interval(new, name, after)
+        if first is None or second is None:  # no reference on one side: seconds on both
+            first, second = (Spread(*interval(row.samples[name])) for row in (old, new))
         verdict = "slower" if second.low > first.high else "faster" if second.high < first.low else ""
         if verdict:
             yield Finding(verdict, where, name, _text(first), _text(second), comparable)

@@ -100,7 +100,7 @@ PLANS = {
 
 @dataclass(frozen=True)
 class Done:
-    """A job that ran. `cpu_seconds` are those of all its threads and processes: they tell when others used the machine."""
+    """A job that ran. `cpu_seconds` are of all its threads and processes: they tell when others used the machine."""
 
     name: str
     command: str
@@ -123,10 +123,10 @@ def run(job: Job, out: Path, more: Sequence[str]) -> Done:
 
 def summary(plan: str, done: Sequence[Done]) -> str:
     """Lines for people: the time of each job, the sum beside the limit, failures."""
-    lines = [
-        f"{job.seconds:8.1f} s  {job.cpu_seconds:8.1f} s CPU  {job.name}{f'  failed, exit code {job.code}' * bool(job.code)}"
-        for job in done
-    ]
+    lines = []
+    for job in done:
+        failed = f"  failed, exit code {job.code}" if job.code else ""
+        lines.append(f"{job.seconds:8.1f} s  {job.cpu_seconds:8.1f} s CPU  {job.name}{failed}")
     total, minutes = sum(job.seconds for job in done), PLANS[plan].minutes
     limit = "" if minutes is None else f" of {60 * minutes} s" + ": over the limit" * (total > 60 * minutes)
     return "\n".join([*lines, f"{total:8.1f} s  in all{limit}"])

@@ -42,6 +42,7 @@ from harness import (
     panels,
     peak_bytes,
     peak_resident,
+    positive,
     ratio,
     sampled,
     set_threads,
@@ -67,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     found.add_argument("--variants", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help=", ".join(NAMES))
     found.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd", help="fused")
-    found.add_argument("--accumulate", type=int, default=1, metavar="N", help="micro-batches an update")
+    found.add_argument("--accumulate", type=positive, default=1, metavar="N", help="micro-batches an update")
     found.add_argument("--counts", action=argparse.BooleanOptionalAction, default=True)
     found.add_argument("--memory", action=argparse.BooleanOptionalAction, default=False, help="a fresh process each")
     found.add_argument("--tiny", action="store_true", help="every subject in its size for tests")
@@ -84,7 +85,7 @@ class Comparison:
     setting: Setting
     dtype: str
     rows: dict[str, Row] = field(default_factory=dict)
-    steps: dict[str, Callable[[], object]] = field(default_factory=dict)
+    steps: dict[str, Callable[[], float]] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
@@ -103,7 +104,7 @@ class Comparison:
                         row.counts = self.count(name, variant)
                     if args.memory:
                         row.figures["resident_bytes"] = self.resident(name, args)
-                    self.steps[name] = sampled(variant.step, 0.01 if args.tiny else SAMPLE_SECONDS)
+                    self.steps[name] = sampled(variant.step, 0.01 if args.tiny else SAMPLE_SECONDS, warm=True)
                 except Exception as error:  # one variant that fails, in whatever way, leaves the others to be measured
                     self.failed(name, error)
         with console.status(f"{self.title}: timing"):
@@ -139,7 +140,7 @@ class Comparison:
             if self.rows[name].failed:
                 return math.nan
             try:
-                return float(self.steps[name]())
+                return self.steps[name]()
             except Exception as error:  # as above
                 self.failed(name, error)
                 return math.nan
@@ -235,6 +236,7 @@ def main() -> int:
     for dtype in args.dtypes:  # now: ops of fp32 steps too depend on whether the compiled kernels are there
         wide = cpu.runs_wide(DTYPES[dtype])
         console.print(f"{dtype} {'wide' if wide else 'native'}: {cpu.reason(DTYPES[dtype])}", highlight=False)
+    torch._dynamo.config.recompile_limit = 64  # all variants compile the same code; past the limit it would run eagerly
     names = [REFERENCE, *(name for name in args.variants if name != REFERENCE)]
     comparisons: list[Comparison] = []
     for subject in (SUBJECTS[name].tiny if args.tiny else SUBJECTS[name] for name in args.subjects):

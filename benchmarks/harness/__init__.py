@@ -19,7 +19,7 @@ from .growth import Growth, fit  # noqa: E402
 from .machine import machine, set_threads  # noqa: E402
 from .memory import in_fresh_process, peak_bytes, peak_resident, saved_by_autograd, saved_in_graph  # noqa: E402
 from .plots import bars, lines, panels  # noqa: E402
-from .results import DTYPES, BadResult, Result, Row, Run, arguments, console, read  # noqa: E402
+from .results import DTYPES, BadResult, Result, Row, Run, arguments, console, positive, read  # noqa: E402
 from .timing import Ratio, Spread, interleave, interval, ms, ratio, sampled, spread  # noqa: E402
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     "panels",
     "peak_bytes",
     "peak_resident",
+    "positive",
     "ratio",
     "read",
     "sampled",

@@ -135,7 +135,7 @@ def _base(node: fx.Node) -> fx.Node:
     """The node whose memory `node` shows: through views, and through getitem of them."""
     while node.op == "call_function":
         if g.is_getitem(node):
-            source = node.args[0]
+            source = node.all_input_nodes[0]
             if not _is_view(source):
                 return node  # one result of an op with several
         elif _is_view(node):

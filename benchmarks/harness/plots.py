@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # Colours that stay apart for colour-blind readers (Okabe and Ito), grey first for what others are divided by.
 COLOURS = ("#7f7f7f", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8a800", "#000000", "#8c564b")
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.hashsalt": "amp", "figure.facecolor": "white", "axes.facecolor": "white", "font.size": 10,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e4e4e4",
     "axes.axisbelow": True, "legend.frameon": False,

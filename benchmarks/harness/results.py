@@ -50,14 +50,15 @@ class Row:
 
 def arguments(parser: argparse.ArgumentParser, rounds: int = 9, threads: int = 2) -> argparse.ArgumentParser:
     """The options that every benchmark has."""
-    parser.add_argument("--rounds", type=_positive, default=rounds, help="samples of each case, in turns")
-    parser.add_argument("--threads", type=_positive, default=threads, help="of torch inside an op")
+    parser.add_argument("--rounds", type=positive, default=rounds, help="samples of each case, in turns")
+    parser.add_argument("--threads", type=positive, default=threads, help="of torch inside an op")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="where result files go")
     parser.add_argument("--name", help="of the result files (default: the script's)")
     return parser
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """For `argparse`: a whole number of at least 1."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is less than 1")

@@ -6,7 +6,8 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -26,20 +27,36 @@ def interleave(cases: Mapping[Name, Callable[[], float]], rounds: int) -> dict[N
     """
     samples: dict[Name, list[float]] = {name: [] for name in cases}
     names = list(cases)
-    for number in range(rounds):
-        first = number % len(names) if names else 0
-        for name in names[first:] + names[:first]:
-            gc.collect()
-            samples[name].append(cases[name]())
+    with _collected():
+        for number in range(rounds):
+            first = number % len(names) if names else 0
+            for name in names[first:] + names[:first]:
+                gc.collect()
+                samples[name].append(cases[name]())
     return samples
 
 
-def sampled(run: Callable[[], object], seconds: float = 0.2) -> Callable[[], float]:
+@contextmanager
+def _collected() -> Iterator[None]:
+    """What is there now is not looked at again, so that a collection before each sample costs next to nothing."""
+    gc.collect()
+    was_frozen = gc.get_freeze_count() > 0
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not was_frozen:
+            gc.unfreeze()
+
+
+def sampled(run: Callable[[], object], seconds: float = 0.2, warm: bool = False) -> Callable[[], float]:
     """A case for `interleave`: seconds a run, of as many runs as fill `seconds`; compiled and warm from the start.
 
-    The first run may compile and is not timed. What takes longer than `seconds` then runs once more, not three times.
+    The first run may compile and is not timed; `warm`: it has run before, and there is none. What takes longer than
+    `seconds` then runs once more, not three times.
     """
-    run()
+    if not warm:
+        run()
     spent, taken = 0.0, 0.0
     for _ in range(3):
         start = time.perf_counter()

@@ -21,7 +21,8 @@ SAMPLES = st.lists(st.floats(0.1, 10.0), min_size=1, max_size=30)
 def no_collections() -> Iterator[None]:
     """A collection before every sample takes a tenth of a second here."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gc, "collect", lambda: 0)
+        for name in ("collect", "freeze", "unfreeze", "get_freeze_count"):
+            patch.setattr(gc, name, lambda: 0)
         yield
 
 
@@ -45,6 +46,8 @@ def test_a_slow_run_is_not_repeated() -> None:
     assert len(runs) == 2
     sample()
     assert len(runs) == 3
+    sampled(lambda: runs.append(1), seconds=0.0, warm=True)
+    assert len(runs) == 4
 
 
 def coverage(number: int, skipped: int) -> float:
