@@ -162,8 +162,9 @@ def worker(example: Example, python: str, arrays: Path, threads: int) -> Iterato
     command = [python, str(PEERS / example.worker), str(arrays)]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
-        )
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment,
+            cwd=arrays.parent,  # MindSpore writes the networks that it rewrites to the folder it is in
+        )  # fmt: skip
         assert process.stdin is not None
         assert process.stdout is not None
         sent, received = process.stdin, process.stdout
@@ -241,6 +242,7 @@ def installed(python: str | None, package: str) -> str | None:
     """The interpreter, if it is one and has the package."""
     if python is None or shutil.which(python) is None:
         return None
+    python = os.path.abspath(shutil.which(python) or python)
     code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
     return python if subprocess.run([python, "-c", code]).returncode == 0 else None
 

@@ -69,7 +69,7 @@ def products(dtype: torch.dtype, full: bool) -> dict[str, Runs]:
         def native(low: Tensor = low, w: Tensor = w, bias: Tensor = bias) -> Tensor:
             return torch.addmm(bias.to(dtype), low, w.to(dtype).t())  # as autocast runs it: the weight is cast
 
-        cases[f"product {m} x {k} x {n}"] = {
+        cases[f"product {m}x{k}x{n}"] = {
             "fp32": lambda x=x, w=w, bias=bias: torch.addmm(bias, x, w.t()),
             "native": native,
             "ours": lambda low=low, w=w, bias=bias, op=op: op(low, w.t(), bias, dtype, dtype),
@@ -83,13 +83,13 @@ def wide(dtype: torch.dtype, full: bool) -> dict[str, Runs]:
     rest = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     for batch, channels, size, out in CONVOLUTIONS + MORE_CONVOLUTIONS * full:
         x, w, b = torch.randn(batch, channels, size, size), torch.randn(out, channels, 3, 3), torch.randn(out)
-        name = f"convolution {batch} x {channels} x {size}² to {out}"
+        name = f"convolution {batch}x{channels}x{size}² to {out}"
         cases[name] = three(aten.convolution.default, dtype, (x, w, b), rest)
     for shape in ATTENTION + MORE_ATTENTION * full:
         q, gradient = torch.randn(shape), torch.randn(shape)
         out, logs = aten._scaled_dot_product_flash_attention_for_cpu.default(q, q, q)
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-        name = f"attention's backward {' x '.join(map(str, shape))}"
+        name = f"attention's backward {'x'.join(map(str, shape))}"
         cases[name] = three(backward, dtype, (gradient, q, q, q, out), (logs, 0.0, False))
     return cases
 

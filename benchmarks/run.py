@@ -10,6 +10,7 @@ import argparse
 import datetime
 import json
 import os
+import resource
 import shlex
 import subprocess
 import sys
@@ -99,11 +100,12 @@ PLANS = {
 
 @dataclass(frozen=True)
 class Done:
-    """A job that ran."""
+    """A job that ran. `cpu_seconds` are of all its threads and processes: they tell when others used the machine."""
 
     name: str
     command: str
     seconds: float
+    cpu_seconds: float
     code: int
 
 
@@ -112,14 +114,19 @@ def run(job: Job, out: Path, more: Sequence[str]) -> Done:
     shown = shlex.join(["python", f"benchmarks/{job.script}.py", *command[2:]])
     print(f"\n$ {shown}", flush=True)
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    start = time.perf_counter()
+    start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     code = subprocess.run(command, env=environment, cwd=HERE.parent).returncode
-    return Done(job.name, shown, round(time.perf_counter() - start, 1), code)
+    seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Done(job.name, shown, round(seconds, 1), round(spent, 1), code)
 
 
 def summary(plan: str, done: Sequence[Done]) -> str:
     """Lines for people: the time of each job, the sum beside the limit, failures."""
-    lines = [f"{job.seconds:8.1f} s  {job.name}{f'  failed, exit code {job.code}' * bool(job.code)}" for job in done]
+    lines = []
+    for job in done:
+        failed = f"  failed, exit code {job.code}" if job.code else ""
+        lines.append(f"{job.seconds:8.1f} s  {job.cpu_seconds:8.1f} s CPU  {job.name}{failed}")
     total, minutes = sum(job.seconds for job in done), PLANS[plan].minutes
     limit = "" if minutes is None else f" of {60 * minutes} s" + ": over the limit" * (total > 60 * minutes)
     return "\n".join([*lines, f"{total:8.1f} s  in all{limit}"])

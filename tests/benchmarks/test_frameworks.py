@@ -18,6 +18,7 @@ from serve import serve
 
 def make(variant, arrays):
     print("noise on stdout")
+    open("left_behind", "w").close()
     if variant == "broken":
         raise TypeError("--------\\n- C++ Traceback\\nUnsupported data type!\\n")
     if variant == "idle":
@@ -54,6 +55,7 @@ def test_a_worker(example: object, tmp_path: Path) -> None:
         seconds, loss = ask("fp32", 4)
         assert seconds > 0
         assert loss == 2.0 * (frameworks.WARM + 4)
+    assert (tmp_path / "left_behind").exists()  # what a framework writes where it runs is not left in the repository
 
 
 def test_a_worker_that_dies_says_why(example: object, tmp_path: Path) -> None:

@@ -75,6 +75,6 @@ def test_list_runs_nothing(plan: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_over_the_limit() -> None:
-    done = [run.Done("a", "", 100.0, 0), run.Done("b", "", 90.0, 0)]
+    done = [run.Done("a", "", 100.0, 100.0, 0), run.Done("b", "", 90.0, 180.0, 0)]
     assert run.summary("quick", done).endswith("190.0 s  in all of 180 s: over the limit")
     assert run.summary("full", done).endswith("190.0 s  in all")
