@@ -125,7 +125,9 @@ class Ratio:
 
 
 def times(value: float) -> str:
-    """A factor with three figures or two decimals."""
+    """A factor with three figures, or with two decimals from 0.1 on."""
+    if value < 0.0995:
+        return f"{value:.3g}"
     return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:,.0f}"
 
 

@@ -109,6 +109,7 @@ def test_samples_without_a_partner_are_refused() -> None:
         (Ratio(1.01, 0.97, 1.04), "no difference (0.97 to 1.04)"),
         (Ratio(1.0, 1.0, 1.2), "no difference (1.00 to 1.20)"),
         (Ratio(39.18, 38.1, 140.4), "39.2 (38.1 to 140)"),
+        (Ratio(0.0342, 0.031, 0.1), "0.0342 (0.031 to 0.10)"),
     ],
 )
 def test_ratios_as_text(found: Ratio, text: str) -> None:
