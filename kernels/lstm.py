@@ -11,8 +11,9 @@ In a low dtype every product has low operands and fp32 sums, as cuDNN does it: t
 rounded, the cell stays in fp32 from the first step to the last, and everything between is fp32.
 
 Taken apart, a sequence of 32 steps is more than a thousand ops of a graph: it would be compiled anew for each length,
-in half a minute, and be slower than torch's layer under autocast. This op is a loop of a dozen calls a step; products
-that do not depend on the state are made for all steps at once. On a CPU only: elsewhere the layer is taken apart.
+in half a minute, and be slower than torch's layer under autocast. Here products that do not depend on the state are
+made for all steps at once, and the rest is a loop: in C++ (``cpp/lstm.h``) or, where that is not built, of a dozen
+calls a step. On a CPU only: elsewhere the layer is taken apart.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import build
 from . import cast_matmul as _defines_cast_matmul  # noqa: F401
 
 LOW = (torch.float16, torch.bfloat16)
@@ -74,14 +76,32 @@ def _forward(
     gates = _product(x.reshape(length * batch, -1), w_ih.t(), low, torch.float32)
     for bias in (b_ih, b_hh):
         if bias is not None:
-            gates.add_(bias)
+            gates.add_(bias.float())
     gates = gates.view(length, batch, 4 * hidden)
+    out, cells = x.new_empty(length, batch, hidden), gates.new_empty(length, batch, hidden)
+    steps = _steps_in_cpp if build.loaded() else _steps
+    steps(gates, h.float().contiguous(), c.float().contiguous(), w_hh.float(), out, cells, reverse)
+    last = 0 if reverse else -1
+    return out, out[last].clone(), cells[last].to(x.dtype, copy=True), gates.to(x.dtype), cells
+
+
+def _steps_in_cpp(
+    gates: Tensor, h: Tensor, c: Tensor, w_hh: Tensor, out: Tensor, cells: Tensor, reverse: bool
+) -> None:
+    torch.ops.amp_cpu.lstm_forward(gates, h, c, w_hh.t().contiguous(), out, cells, reverse)
+
+
+def _steps(
+    gates: Tensor, state: Tensor, cell: Tensor, w_hh: Tensor, out: Tensor, cells: Tensor, reverse: bool
+) -> None:
+    """From sums of the inputs' part, in place: gates after their activation; ``out`` and ``cells`` are written."""
+    length, batch, hidden = out.shape
+    low = out.dtype if out.dtype in LOW else None
     whole = gates.unbind(0)
     early, late = gates[..., : 2 * hidden].unbind(0), gates[..., 3 * hidden :].unbind(0)
     i, f, g, o = (part.unbind(0) for part in gates.split(hidden, -1))
-    out, cells = x.new_empty(length, batch, hidden), gates.new_empty(length, batch, hidden)
     outs, cs = out.unbind(0), cells.unbind(0)
-    right, state, cell, scratch = w_hh.t().float(), h.float(), c.float(), gates.new_empty(batch, hidden)
+    right, scratch = w_hh.t(), gates.new_empty(batch, hidden)
     for t in _order(length, reverse):
         whole[t].addmm_(state, right)
         early[t].sigmoid_()
@@ -94,8 +114,6 @@ def _forward(
         else:
             outs[t].copy_(scratch.mul_(o[t]))
             state = scratch.copy_(outs[t])  # the next product reads what was rounded
-    last = state.to(x.dtype) if low is not None else state.clone()
-    return out, last, cell.to(x.dtype, copy=True), gates.to(x.dtype), cells
 
 
 def _before(first: Tensor, steps: Tensor, reverse: bool) -> Tensor:
@@ -110,7 +128,43 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     length, batch, _ = x.shape
     hidden = w_hh.shape[1]
-    low = x.dtype if x.dtype in LOW else None
+    low, dtype = x.dtype if x.dtype in LOW else None, x.dtype
+    state, cell = (
+        cells.new_zeros(batch, hidden) if grad is None else grad.float().clone(memory_format=torch.contiguous_format)
+        for grad in (grad_h, grad_c)
+    )
+    sums = x.new_empty(length, batch, 4 * hidden)
+    steps = _steps_back_in_cpp if build.loaded() else _steps_back
+    steps(grad_out, state, cell, gates, cells, c.float(), w_hh.float(), sums, reverse)
+    flat = sums.view(length * batch, 4 * hidden)
+    turned = flat.t()
+    return (
+        _product(flat, w_ih, low, dtype).view(x.shape) if for_x else x.new_empty(0),
+        state.to(dtype),
+        cell.to(dtype),
+        _product(turned, x.reshape(length * batch, -1), low, dtype),
+        _product(turned, _before(h, out, reverse).view(length * batch, hidden), low, dtype),
+        flat.sum(0, dtype=torch.float32).to(dtype),
+    )
+
+
+def _steps_back_in_cpp(
+    grad_out: Tensor | None, state: Tensor, cell: Tensor, gates: Tensor, cells: Tensor, c: Tensor, w_hh: Tensor,
+    sums: Tensor, reverse: bool,
+) -> None:  # fmt: skip
+    given = None if grad_out is None else grad_out.contiguous()
+    torch.ops.amp_cpu.lstm_backward(
+        given, state, cell, gates, cells, c.contiguous(), w_hh.contiguous(), sums, reverse
+    )
+
+
+def _steps_back(
+    grad_out: Tensor | None, state: Tensor, cell: Tensor, gates: Tensor, cells: Tensor, c: Tensor, right: Tensor,
+    sums: Tensor, reverse: bool,
+) -> None:  # fmt: skip
+    """``sums``: the gradients of the gates before their activation. ``state`` and ``cell`` are gradients of the last
+    step's, and of the first one's afterwards."""
+    length, batch, hidden = cells.shape
     i, f, g, o = gates.float().split(hidden, -1)
     squashed = torch.tanh(cells)
     # what a gate's gradient is multiplied by on its way into the sum before the activation, for all steps at once
@@ -123,35 +177,19 @@ def _backward(
         )
         torch.mul(other, derivative, out=slopes[:, :, part])
     into_cell = torch.addcmul(o, o * squashed, squashed, value=-1).unbind(0)
-    sums = slopes.view(length, batch, 4 * hidden).unbind(0)
+    wide = slopes.view(length, batch, 4 * hidden).unbind(0)
     first_three, last = slopes[:, :, :3].unbind(0), slopes[:, :, 3].unbind(0)
-    forget, cell = f.unbind(0), cells.new_zeros(batch, hidden) if grad_c is None else grad_c.to(cells.dtype, copy=True)
-    state = cells.new_zeros(batch, hidden) if grad_h is None else grad_h.to(cells.dtype, copy=True)
+    forget, kept = f.unbind(0), sums.unbind(0)
     given = None if grad_out is None else grad_out.float().unbind(0)
-    rounded = gates.new_empty(length, batch, 4 * hidden) if low is not None else None
-    steps = None if rounded is None else rounded.unbind(0)
-    right = w_hh.float()
     for t in reversed(_order(length, reverse)):
         if given is not None:
             state.add_(given[t])
         cell.addcmul_(state, into_cell[t])
         first_three[t].mul_(cell.unsqueeze(1))
         last[t].mul_(state)
-        if steps is not None:
-            sums[t].copy_(steps[t].copy_(sums[t]))
-        torch.mm(sums[t], right, out=state)
+        rounded = kept[t].copy_(wide[t])
+        torch.mm(wide[t].copy_(rounded), right, out=state)
         cell.mul_(forget[t])
-    flat = (slopes if rounded is None else rounded).view(length * batch, 4 * hidden)
-    turned = flat.t()
-    dtype = x.dtype
-    return (
-        _product(flat, w_ih, low, dtype).view(x.shape) if for_x else x.new_empty(0),
-        state.to(dtype),
-        cell.to(dtype),
-        _product(turned, x.reshape(length * batch, -1), low, dtype),
-        _product(turned, _before(h, out, reverse).view(length * batch, hidden), low, dtype),
-        flat.sum(0, dtype=torch.float32).to(dtype),
-    )
 
 
 def _fake(
@@ -209,6 +247,9 @@ def _autograd(*args: Any) -> tuple[Tensor, ...]:
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.amp.lstm_layer.default(*args)  # type: ignore[no-any-return]
 
+
+#: the ops
+LAYERS = (torch.ops.amp.lstm_layer.default, torch.ops.amp.lstm_layer_backward.default)
 
 _LIBRARY.impl("lstm_layer", _forward, "CPU")
 _LIBRARY.impl("lstm_layer", _autograd, "Autograd")

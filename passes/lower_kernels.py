@@ -1,7 +1,7 @@
 """lower_kernels: on a CPU without low-precision units, convolutions run in fp32 between two roundings.
 
 ``convolution(x: bf16, w: bf16)``  →  ``amp::wide_convolution(x, w)``; likewise its backward, attention's backward and
-``baddbmm``
+``baddbmm``. An LSTM's layer, which computes in fp32 anyway, is only noted, and its kernel made ready.
 
 The same arguments and results; see ``kernels/wide.py`` for what they compute and ``kernels/cpu.py`` for when. Off with
 ``Policy.torch``, whose results are autocast's to the bit.
@@ -15,6 +15,7 @@ from torch import fx
 
 from amp_compiler import graph as g
 from amp_compiler.kernels.cpu import reason, runs_wide
+from amp_compiler.kernels.lstm import LAYERS
 from amp_compiler.kernels.wide import OPS, wide_form
 
 from .base import Context, Dialect, Pass
@@ -25,14 +26,15 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
         return False
     modified = False
     for node in gm.graph.nodes:
-        if node.op != "call_function" or node.target not in OPS:
+        if node.op != "call_function" or node.target not in (*OPS, *LAYERS):
             continue
         values = [v for _, a in g.tensor_args(node) if (v := g.tensor_of(a)) is not None]
         low = {v.dtype for v in values if v.dtype in g.LOW_DTYPES}
         if len(low) == 1 and all(v.device.type == "cpu" for v in values) and runs_wide(next(iter(low))):
-            node.target = wide_form(node.target)
             node.meta[g.KERNEL] = f"computed in float32: {reason(next(iter(low)))}"
-            modified = True
+            if node.target in OPS:
+                node.target = wide_form(node.target)
+                modified = True
     if modified:
         gm.recompile()
     return modified

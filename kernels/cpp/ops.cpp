@@ -1,7 +1,9 @@
-// The CPU's kernels, compiled: see ../build.py for how and when, ../cast_matmul.py and ../unscale.py for what they mean.
+// The CPU's kernels, compiled: see ../build.py for how and when, ../cast_matmul.py, ../unscale.py and
+// ../lstm.py for what they mean.
 #include <torch/library.h>
 
 #include "cast_matmul.h"
+#include "lstm.h"
 #include "multi_tensor.h"
 #include "wide.h"
 
@@ -11,6 +13,14 @@ TORCH_LIBRARY(amp_cpu, library) {
   library.def("conversions() -> (int, int)", [] {
     return std::tuple<int64_t, int64_t>(amp::conversions().number, amp::conversions().bytes);
   });
+  library.def(
+      "lstm_forward(Tensor(a!) gates, Tensor state, Tensor cell, Tensor right, Tensor(b!) out, Tensor(c!) cells, bool reverse)"
+      " -> ()",
+      &amp::lstm_forward_cpu);
+  library.def(
+      "lstm_backward(Tensor? given, Tensor(a!) state, Tensor(b!) cell, Tensor gates, Tensor cells, Tensor first_cell,"
+      " Tensor right, Tensor(c!) sums, bool reverse) -> ()",
+      &amp::lstm_backward_cpu);
   library.def("norm(Tensor[] tensors) -> (float, Tensor[])", &amp::norm_cpu);
 }
 

@@ -12,6 +12,7 @@ from amp_compiler.kernels.lstm import reference
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 op = torch.ops.amp.lstm_layer
+pytestmark = pytest.mark.usefixtures("implementation")
 
 
 def operands(length: int, batch: int, inputs: int, hidden: int, dtype: torch.dtype, biases: bool = True) -> list:
@@ -61,6 +62,26 @@ def test_gradients_are_those_of_the_function(dtype: torch.dtype, roundings: int,
     for own, wanted in zip(leaves, exact, strict=True):
         assert own.grad.dtype is dtype
         assert (own.grad - wanted.grad).abs().max() <= roundings * torch.finfo(dtype).eps * wanted.grad.abs().max()
+
+
+def test_activations_are_torchs() -> None:
+    """One step whose gates are given: over the whole range, to a few units in the last place, and NaN stays NaN."""
+    small = 10.0 ** torch.linspace(-30, 1, 500)
+    special = torch.tensor([float("inf"), float("-inf"), float("nan"), 0.0])
+    values = torch.cat([torch.linspace(-100, 100, 1001), small, -small, special])
+    n = len(values)
+    zero = torch.zeros(1, n)
+    bias = values.repeat(4)
+    weights = torch.zeros(4 * n, 1), torch.zeros(4 * n, n)
+    _, _, _, gates, _ = op(torch.zeros(1, 1, 1), zero, zero, *weights, bias, None, False)
+    i, f, g, o = gates.view(4, n)
+    exact = values.double()
+    for own, wanted in ((i, exact.sigmoid()), (f, exact.sigmoid()), (g, exact.tanh()), (o, exact.sigmoid())):
+        error = (own - wanted).abs()
+        allowed = 3 * torch.finfo(F32).eps * wanted.abs() + 2e-38  # the least that exp gives is above the least number
+        real = wanted.isfinite()
+        assert (error[real] <= allowed[real]).all()
+        assert own[~real].isnan().all()
 
 
 def test_only_what_is_asked_for_gets_a_gradient() -> None:
