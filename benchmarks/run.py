@@ -22,6 +22,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 PEERS = "fp32 fp32+compile autocast autocast+compile model.to"
 EAGER = "fp32 autocast model.to"
+COMPILED = "fp32 autocast autocast+compile O2 O2+inductor"
 
 
 @dataclass(frozen=True)
@@ -54,26 +55,32 @@ PLANS = {
         Job("compiled", "steps", "--subjects bert --kinds training --dtypes bfloat16"
             " --variants fp32 autocast+compile O2+inductor --rounds 6"),
         Job("casts", "casts", "--networks dense bert --dtypes bfloat16 --variants autocast O2"),
-        Job("growth", "growth", "--layers 2 8 --rounds 1 --no-resident"),
+        Job("growth", "growth", "--layers 2 6 --rounds 1 --no-resident"),
         Job("kernels", "kernels", "--dtypes bfloat16 --rounds 6 --no-gradients --no-build"),
         Job("gpu", "gpu", "--quick --target sm_90"),
     )),
-    # Every subject in training in one dtype and in inference in the other; bert in both.
+    # Every subject trains in one dtype and infers in the other; bert in both. Inductor takes half a minute a variant.
     "diagonal": Plan(15, (
-        Job("training_bfloat16", "steps", "--subjects nine_512 bert llama resnet lstm --kinds training"
-            f" --dtypes bfloat16 --variants {PEERS} O1 O2 O2+inductor --rounds 6"),
-        Job("training_float16", "steps", "--subjects bert gpt encoder unet --kinds training"
-            f" --dtypes float16 --variants {PEERS} O1 O2 O2+inductor --rounds 6"),
-        Job("inference_bfloat16", "steps", "--subjects bert gpt encoder unet lstm --kinds inference"
-            f" --dtypes bfloat16 --variants {EAGER} O2 converted --rounds 6"),
+        Job("peers", "steps", f"--subjects bert --kinds training --dtypes bfloat16 --variants {PEERS} O2 O2+inductor"
+            " --rounds 8"),
+        Job("training_bfloat16", "steps", f"--subjects nine_512 resnet lstm --kinds training --dtypes bfloat16"
+            f" --variants {COMPILED} --rounds 8"),
+        Job("training_float16", "steps", f"--subjects gpt --kinds training --dtypes float16 --variants {COMPILED}"
+            " --rounds 6"),
+        Job("training_more_bfloat16", "steps", "--subjects llama --kinds training --dtypes bfloat16"
+            " --variants fp32 autocast O2 --rounds 8"),
+        Job("training_more_float16", "steps", "--subjects bert encoder unet --kinds training --dtypes float16"
+            " --variants fp32 autocast O2 --rounds 6"),
+        Job("inference_bfloat16", "steps", "--subjects bert gpt encoder unet --kinds inference"
+            f" --dtypes bfloat16 --variants {EAGER} O2 converted --rounds 8"),
         Job("inference_float16", "steps", "--subjects nine_512 bert llama resnet --kinds inference"
             f" --dtypes float16 --variants {EAGER} O2 converted --rounds 6"),
         Job("levels", "steps", "--subjects bert --kinds training --dtypes bfloat16"
             " --variants fp32 autocast O0 O1 auto O2 O3 --rounds 6"),
-        Job("widths", "steps", "--subjects nine_256 nine_1024 --kinds training --dtypes bfloat16 float16"
+        Job("widths", "steps", "--subjects nine_256 nine_1024 --kinds training --dtypes bfloat16"
             " --variants fp32 autocast O2 --rounds 6"),
         Job("casts", "casts", "--dtypes bfloat16 --variants autocast Policy.torch O2"),
-        Job("growth", "growth", "--layers 2 8 24 --rounds 2"),
+        Job("growth", "growth", "--layers 2 6 18 --rounds 1"),
         Job("kernels", "kernels", "--rounds 6"),
         Job("convert", "convert", "--rounds 6 --export-rounds 1"),
         Job("dump", "dump", "--rounds 1"),
