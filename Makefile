@@ -23,7 +23,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Benchmarks that run alone; benchmarks/README.md tells what each measures.
 SCRIPTS := steps casts growth kernels convert dump gpu frameworks
 
-.PHONY: help demo test test-zoo lint types bench bench-quick bench-full $(SCRIPTS:%=bench-%) bench-publish pictures clean
+.PHONY: help demo test test-zoo lint types bench bench-quick bench-compiled bench-full $(SCRIPTS:%=bench-%) bench-publish pictures clean
 
 help:
 	@echo "make demo            train a small network at every level and compare"
@@ -33,6 +33,7 @@ help:
 	@echo "make types           mypy, strict, over the package as it is installed"
 	@echo "make bench           all benchmarks, the peers beside us in one run: 15 minutes on 2 cores"
 	@echo "make bench-quick     a part of them: 3 minutes"
+	@echo "make bench-compiled  training steps with Inductor, every subject in both dtypes: half an hour"
 	@echo "make bench-full      everything, for hours"
 	@echo "make bench-NAME      one script: $(SCRIPTS)"
 	@echo "make bench-publish   write the results into README.md, docs/bench/ and benchmarks/published/"
@@ -67,6 +68,9 @@ bench: $(READY)
 
 bench-quick: $(READY)
 	@$(BIN)/python benchmarks/run.py quick $(ARGS)
+
+bench-compiled: $(READY)
+	@$(BIN)/python benchmarks/run.py compiled $(ARGS)
 
 bench-full: $(READY)
 	@$(BIN)/python benchmarks/run.py full $(ARGS)

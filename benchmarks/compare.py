@@ -27,7 +27,7 @@ VERDICTS = {
     "failed": "Fails now", "slower": "Slower", "more": "Counts more", "faster": "Faster", "less": "Counts less",
     "mended": "Runs again", "new": "New", "gone": "Gone",
 }  # fmt: skip
-NO_RESULT = "run.json"  # what `run.py` writes beside the results
+NO_RESULT = "run_*.json"  # what `run.py` writes beside the results
 WORSE = ("failed", "slower", "more")
 
 
@@ -141,7 +141,8 @@ def pairs(old: Path, new: Path) -> tuple[list[tuple[Path, Path]], list[Finding]]
     if not old.is_dir():
         return [(old, new)], []
     before, after = (
-        {path.name: path for path in sorted(folder.glob("*.json")) if path.name != NO_RESULT} for folder in (old, new)
+        {path.name: path for path in sorted(folder.glob("*.json")) if not path.match(NO_RESULT)}
+        for folder in (old, new)
     )
     if not before or not after:
         raise BadResult(f"{new if before else old}: there are no result files in this folder")

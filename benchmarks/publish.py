@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from harness import ROOT, BadResult, Result
-from tables import RENDERERS, CannotPublish, Published, provenance
+from tables import RENDERERS, RUNS, CannotPublish, Published, provenance
 
 BLOCK = re.compile(r"(<!-- bench: (?P<name>[^>]+?) -->\n)(?P<text>.*?)(<!-- end bench -->)", re.DOTALL)
 
@@ -86,6 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kept: list[str] = []
     try:
         published = Published.load(args.results)
+        published.results = {name: smaller(result) for name, result in published.results.items()}
         texts = {page: rewrite(page.read_text(), published, folder, kept) for page, folder in pages.items()}
     except (CannotPublish, BadResult, OSError) as error:
         print(f"publish.py: {error}", file=sys.stderr)
@@ -93,13 +94,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for folder in (plots, baseline):
         folder.mkdir(parents=True, exist_ok=True)
     for name, result in published.results.items():
-        write(baseline / f"{name}.json", smaller(result))
+        write(baseline / f"{name}.json", result)
         plot = args.results / f"{name}.svg"
         if plot.exists():
             shutil.copyfile(plot, plots / plot.name)
+    for run in args.results.glob(RUNS):
+        shutil.copyfile(run, baseline / run.name)
     for page, text in texts.items():
         page.write_text(text)
-    old = sorted(file.name for file in baseline.glob("*.json") if file.stem not in published.results)
+    known = {*published.results, *(run.stem for run in baseline.glob(RUNS))}
+    old = sorted(file.name for file in baseline.glob("*.json") if file.stem not in known)
     written = sum(len(BLOCK.findall(text)) for text in texts.values()) - len(kept)
     print(f"{len(published.results)} results published, {written} blocks written")
     for what, names in (("blocks as they were", kept), ("results of an earlier run", old)):

@@ -1,7 +1,8 @@
-"""Run the benchmarks: `quick` (3 minutes), `diagonal` (15 minutes) or `full` (hours), each script in its own process.
+"""Run the benchmarks: `quick` (3 minutes), `diagonal` (15 minutes), `compiled` (Inductor with every subject, half an
+hour) or `full` (hours), each script in its own process.
 
 The plans are the table below. Scripts run one after the other, each sets its own threads; a failure does not stop the
-rest. Result files and run.json, with the time and exit code of each script, go to `--out`.
+rest. Result files and run_PLAN.json, with the time and exit code of each script, go to `--out`.
 """
 
 from __future__ import annotations
@@ -86,6 +87,12 @@ PLANS = {
         Job("dump", "dump", "--rounds 1"),
         Job("gpu", "gpu", "--quick"),
     )),
+    # Inductor behind both, every subject in both dtypes.
+    "compiled": Plan(None, tuple(
+        Job(f"compiled_{dtype}", "steps", f"--kinds training --dtypes {dtype} --no-counts --rounds 8"
+            " --variants fp32 autocast+compile O2+inductor")
+        for dtype in ("bfloat16", "float16")
+    )),
     "full": Plan(None, (
         Job("training", "steps", "--kinds training"),
         Job("inference", "steps", "--kinds inference"),
@@ -169,7 +176,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for job in jobs:
         done.append(run(job, args.out, pythons if job.script == "frameworks" else []))
         record = {"plan": args.plan, "date": date, "jobs": [vars(one) for one in done]}
-        (args.out / "run.json").write_text(json.dumps(record, indent=1) + "\n")  # each time: a stopped run is known too
+        text = json.dumps(record, indent=1) + "\n"
+        (args.out / f"run_{args.plan}.json").write_text(text)  # each time: a stopped run is known too
     print(f"\n{summary(args.plan, done)}")
     return 1 if any(job.code for job in done) else 0
 

@@ -11,8 +11,10 @@ from pathlib import Path
 from harness import Ratio, Result, Row, ratio, read
 from subjects import SUBJECTS
 
-RUN = "run.json"  # what run.py says about the run; no result
-COMMANDS = {"quick": "make bench-quick", "diagonal": "make bench", "full": "make bench-full"}
+RUNS = "run_*.json"  # what run.py says about its runs; no results
+COMMANDS = {
+    "quick": "make bench-quick", "diagonal": "make bench", "compiled": "make bench-compiled", "full": "make bench-full"
+}  # fmt: skip
 DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 NONE = "–"
 
@@ -26,18 +28,18 @@ class Published:
     """The results of a run, by the names of their files, and by which command they were made."""
 
     results: dict[str, Result]
-    command: str = ""
+    commands: dict[str, str] = field(default_factory=dict)  # that made a result, where it was a plan of run.py
     used: set[str] = field(default_factory=set)  # since `used` was last cleared
 
     @classmethod
     def load(cls, folder: Path) -> Published:
-        files = sorted(file for file in folder.glob("*.json") if file.name != RUN)
+        runs = sorted(folder.glob(RUNS))
+        files = sorted(file for file in folder.glob("*.json") if file not in runs)
         if not files:
             raise CannotPublish(f"{folder} holds no result of a benchmark")
-        command, run = "", folder / RUN
-        if run.exists():
-            command = COMMANDS[json.loads(run.read_text())["plan"]]
-        return cls({file.stem: read(file) for file in files}, command)
+        said = [json.loads(run.read_text()) for run in runs]
+        commands = {job["name"]: COMMANDS[run["plan"]] for run in said for job in run["jobs"]}
+        return cls({file.stem: read(file) for file in files}, commands)
 
     def of(self, script: str) -> Iterator[tuple[str, Result]]:
         return ((name, result) for name, result in self.results.items() if result.script == script)
@@ -76,9 +78,9 @@ def provenance(published: Published) -> str:
     def each(values: Iterable[str]) -> str:
         return ", ".join(dict.fromkeys(values))
 
-    command = published.command or " and ".join(
-        dict.fromkeys(f"python benchmarks/{result.script}.py" for result in results)
-    )
+    names = sorted(published.used)
+    made = (published.commands.get(name) or f"python benchmarks/{published.results[name].script}.py" for name in names)
+    command = "` and `".join(dict.fromkeys(made))
     machines = each(
         f"{m['cpu']}, {m['cores']} cores, {m['threads']} thread{'s' * (m['threads'] != '1')}, {m['features']}"
         for m in (result.machine for result in results)

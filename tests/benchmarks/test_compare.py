@@ -126,7 +126,7 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
     rows = [Row({"variant": "fp32"}, {"ops": 7}, {"seconds": [1.0] * 9})]
     for name in ("old", "new"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "run.json").write_text("{}")  # no result
+        (tmp_path / name / "run_quick.json").write_text("{}")  # no result
         result(rows).write(tmp_path / name / "steps.json")
     return tmp_path / "old", tmp_path / "new"
 

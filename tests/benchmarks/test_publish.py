@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,7 @@ FAST = {"fp32": [1.0] * 6, "autocast": [4.0] * 6, "O2": [2.0] * 6}
 
 def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = folder_of(tmp_path / "results", training=result("steps", steps("bert", "bfloat16", FAST)))
-    (results / "run.json").write_text(json.dumps({"plan": "diagonal", "jobs": []}))
+    (results / "run_diagonal.json").write_text(json.dumps({"plan": "diagonal", "jobs": [{"name": "training"}]}))
     root = root_of(tmp_path / "root", "steps_training")
     assert publish.main([str(results), "--root", str(root)]) == 0
     text = (root / "README.md").read_text()
@@ -186,3 +187,16 @@ def test_rounding_keeps_six_figures(seconds: list[float]) -> None:
     small = publish.smaller(result("steps", [Row({"variant": "a"}, {"ops": 12345678}, {"seconds": seconds})])).rows[0]
     assert small.counts == {"ops": 12345678}
     assert small.samples["seconds"] == pytest.approx(seconds, rel=1e-5)
+
+
+@pytest.mark.parametrize("page", ["README.md", "benchmarks/README.md"])
+def test_what_is_shown_is_what_was_published(page: str) -> None:
+    """No figure in a block was written by hand, or is left from another run."""
+    kept: list[str] = []
+    folder = "docs/bench" if page == "README.md" else "../docs/bench"
+    text = (publish.ROOT / page).read_text()
+    published = publish.Published.load(publish.ROOT / "benchmarks" / "published")
+    assert publish.rewrite(text, published, folder, kept) == text
+    assert kept == []
+    for plot in re.findall(r"!\[[^]]*\]\((docs/bench/[^)]*)\)", text):
+        assert (publish.ROOT / plot).stat().st_size > 0

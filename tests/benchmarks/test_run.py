@@ -30,7 +30,7 @@ def test_every_job_parses(plan: str, job: object, capsys: pytest.CaptureFixture[
 def test_no_job_overwrites_another(plan: str) -> None:
     names = [job.name for job in run.PLANS[plan].jobs]
     assert len(set(names)) == len(names)
-    assert "run" not in names  # run.json
+    assert not any(name.startswith("run_") for name in names)  # run_PLAN.json
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_failure_stops_nothing(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["quick", "--out", str(plan)]) == 1
     assert (plan / "good.txt").read_text() == f"--some two words --out {plan} --name secondFalse"
-    record = json.loads((plan / "run.json").read_text())
+    record = json.loads((plan / "run_quick.json").read_text())
     assert [(job["name"], job["code"]) for job in record["jobs"]] == [("first", 3), ("second", 0)]
     assert record["plan"] == "quick"
     told = capsys.readouterr().out
@@ -61,7 +61,7 @@ def test_a_failure_stops_nothing(plan: Path, capsys: pytest.CaptureFixture[str])
 
 def test_only_some(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["quick", "--out", str(plan), "--only", "second"]) == 0
-    assert [job["name"] for job in json.loads((plan / "run.json").read_text())["jobs"]] == ["second"]
+    assert [job["name"] for job in json.loads((plan / "run_quick.json").read_text())["jobs"]] == ["second"]
     with pytest.raises(SystemExit):
         run.main(["quick", "--only", "third"])
     assert "no job of quick is named third" in capsys.readouterr().err
