@@ -89,9 +89,9 @@ PLANS = {
     )),
     # Inductor behind both, every subject in both dtypes.
     "compiled": Plan(None, tuple(
-        Job(f"compiled_{dtype}", "steps", f"--kinds training --dtypes {dtype} --no-counts --rounds 8"
-            " --variants fp32 autocast+compile O2+inductor")
-        for dtype in ("bfloat16", "float16")
+        Job(f"compiled_{dtype}", "steps", "--subjects nine_512 bert gpt llama encoder resnet unet lstm --kinds training"
+            f" --dtypes {dtype} --variants fp32 autocast+compile O2+inductor --no-counts --rounds {rounds}")
+        for dtype, rounds in (("bfloat16", 8), ("float16", 6))
     )),
     "full": Plan(None, (
         Job("training", "steps", "--kinds training"),

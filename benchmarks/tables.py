@@ -175,9 +175,34 @@ def compiled(published: Published) -> str:
     found = comparisons(published, "training", ("autocast+compile", "O2+inductor"))
     return by_dtype(found, {
         "O2 inductor / autocast + compile": lambda one: one.cell("O2+inductor", "autocast+compile"),
-        "O2 inductor / fp32 + compile": lambda one: one.cell("O2+inductor", "fp32+compile"),
         "O2 inductor / fp32": lambda one: one.cell("O2+inductor", "fp32"),
     }) if found else ""  # fmt: skip
+
+
+def detail(name: str) -> Callable[[Published], str]:
+    """One job with its variants side by side: what each takes and does."""
+
+    def render(published: Published) -> str:
+        if name not in published.results:
+            return ""
+        published.used.add(name)
+        lines, sizes = [], ("cast_bytes", "peak_bytes", "saved_bytes")
+        for row in published.results[name].rows:
+            taken, counts = row.samples.get("seconds"), row.counts
+            peer = next((r for r in published.results[name].rows if r.key == row.reference), None)
+            beside = peer.samples.get("seconds") if peer is not None else None
+            flops = counts.get("flops_low", 0) + counts.get("flops_fp32", 0)
+            lines.append([
+                row.key["variant"], f"{statistics.median(taken) * 1e3:,.1f}" if taken else row.note or NONE,
+                ratio(taken, beside) if taken and beside and peer is not row else NONE,
+                *(f"{counts[part]:,}" if part in counts else NONE for part in ("ops", "casts")),
+                *(_size(counts[part]) if part in counts else NONE for part in sizes),
+                f"{100 * counts['flops_low'] / flops:.0f} %" if "flops_low" in counts and flops else NONE,
+            ])  # fmt: skip
+        heads = ["", "ms", "/ fp32", "ops", "casts", "bytes cast", "peak memory", "kept for backward", "FLOPs low"]
+        return table(heads, lines)
+
+    return render
 
 
 def memory_and_casts(published: Published) -> str:
@@ -384,6 +409,8 @@ RENDERERS: dict[str, Callable[[Published], str]] = {
     "steps_training": steps("training"),
     "steps_inference": steps("inference"),
     "compiled": compiled,
+    "peers": detail("peers"),
+    "levels": detail("levels"),
     "memory_and_casts": memory_and_casts,
     "casts": casts,
     "growth": growth,
