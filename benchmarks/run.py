@@ -80,8 +80,8 @@ PLANS = {
             " --variants fp32 autocast O0 O1 auto O2 O3 --rounds 6"),
         Job("widths", "steps", "--subjects nine_256 nine_1024 --kinds training --dtypes bfloat16"
             " --variants fp32 autocast O2 --rounds 6"),
-        Job("casts", "casts", "--dtypes bfloat16 --variants autocast Policy.torch O2"),
-        Job("growth", "growth", "--layers 2 6 18 --rounds 1"),
+        Job("casts", "casts", "--dtypes bfloat16 --variants autocast O2"),
+        Job("growth", "growth", "--layers 2 4 12 --rounds 1"),
         Job("kernels", "kernels", "--rounds 6"),
         Job("convert", "convert", "--rounds 6 --export-rounds 1"),
         Job("dump", "dump", "--rounds 1"),
@@ -91,7 +91,7 @@ PLANS = {
     "compiled": Plan(None, tuple(
         Job(f"compiled_{dtype}", "steps", "--subjects nine_512 bert gpt llama encoder resnet unet lstm --kinds training"
             f" --dtypes {dtype} --variants fp32 autocast+compile O2+inductor --no-counts --rounds {rounds}")
-        for dtype, rounds in (("bfloat16", 8), ("float16", 6))
+        for dtype, rounds in (("bfloat16", 12), ("float16", 6))
     )),
     "full": Plan(None, (
         Job("training", "steps", "--kinds training"),
