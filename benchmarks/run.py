@@ -81,7 +81,7 @@ PLANS = {
         Job("widths", "steps", "--subjects nine_256 nine_1024 --kinds training --dtypes bfloat16"
             " --variants fp32 autocast O2 --rounds 6"),
         Job("casts", "casts", "--dtypes bfloat16 --variants autocast O2"),
-        Job("growth", "growth", "--layers 2 4 8 --rounds 1"),
+        Job("growth", "growth", "--layers 2 6 --rounds 1"),
         Job("kernels", "kernels", "--rounds 6 --no-build"),
         Job("convert", "convert", "--rounds 6 --export-rounds 1"),
         Job("dump", "dump", "--rounds 1"),
