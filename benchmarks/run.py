@@ -53,7 +53,7 @@ PLANS = {
             " --variants fp32 autocast O2 --rounds 6"),
         Job("inference", "steps", "--subjects bert --kinds inference --dtypes float16 --variants fp32 autocast O2"
             " --rounds 6"),
-        Job("compiled", "steps", "--subjects bert --kinds training --dtypes bfloat16"
+        Job("compiled", "steps", "--subjects nine_256 --kinds training --dtypes bfloat16"
             " --variants fp32 autocast+compile O2+inductor --rounds 6"),
         Job("casts", "casts", "--networks dense bert --dtypes bfloat16 --variants autocast O2"),
         Job("growth", "growth", "--layers 2 6 --rounds 1 --no-resident"),
