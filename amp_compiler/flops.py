@@ -62,6 +62,12 @@ def _attention(named: dict[str, Any], out: list[int]) -> int:
     return 2 * prod(query) * key[-2] + 2 * prod(out) * key[-2]
 
 
+def _recurrent(named: dict[str, Any], out: list[int]) -> int:
+    """A whole RNN: every step of every sequence meets every matrix once."""
+    weights = [_shape(g.tensor_of(node)) for node in named.get("params", ()) if isinstance(node, fx.Node)]
+    return 2 * prod(_of(named, "input")[:2]) * sum(prod(shape) for shape in weights if len(shape) == 2)
+
+
 def _lstm(named: dict[str, Any], out: list[int]) -> int:
     x, weight, recurrent = _of(named, "x"), _of(named, "w_ih"), _of(named, "w_hh")
     return 2 * prod(x[:2]) * (prod(weight) + prod(recurrent))
@@ -83,5 +89,5 @@ _FORMULAS: dict[str, Callable[[dict[str, Any], list[int]], int]] = {
     "conv1d": _conv, "conv2d": _conv, "conv3d": _conv, "convolution": _conv,
     "conv_transpose1d": _conv_transpose, "conv_transpose2d": _conv_transpose,
     "conv_transpose3d": _conv_transpose, "scaled_dot_product_attention": _attention, "einsum": _einsum,
-    "amp::lstm_layer": _lstm,
+    "amp::lstm_layer": _lstm, "lstm": _recurrent, "gru": _recurrent, "rnn_tanh": _recurrent, "rnn_relu": _recurrent,
 }  # fmt: skip

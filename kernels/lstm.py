@@ -73,7 +73,7 @@ def _forward(
     length, batch, _ = x.shape
     hidden = w_hh.shape[1]
     low = x.dtype if x.dtype in LOW else None
-    gates = _product(x.reshape(length * batch, -1), w_ih.t(), low, torch.float32)
+    gates = _product(x.flatten(0, 1), w_ih.t(), low, torch.float32)
     for bias in (b_ih, b_hh):
         if bias is not None:
             gates.add_(bias.float())
@@ -142,7 +142,7 @@ def _backward(
         _product(flat, w_ih, low, dtype).view(x.shape) if for_x else x.new_empty(0),
         state.to(dtype),
         cell.to(dtype),
-        _product(turned, x.reshape(length * batch, -1), low, dtype),
+        _product(turned, x.flatten(0, 1), low, dtype),
         _product(turned, _before(h, out, reverse).view(length * batch, hidden), low, dtype),
         flat.sum(0, dtype=torch.float32).to(dtype),
     )

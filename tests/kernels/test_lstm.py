@@ -26,6 +26,14 @@ def operands(length: int, batch: int, inputs: int, hidden: int, dtype: torch.dty
 sizes = st.integers(1, 7)
 
 
+def test_an_empty_batch() -> None:
+    args = [a.requires_grad_() for a in operands(3, 0, 4, 5, BF16)]
+    out, h, c, _, _ = op(*args, False)
+    assert [t.shape for t in (out, h, c)] == [(3, 0, 5), (0, 5), (0, 5)]
+    out.sum().backward()
+    assert all(not a.grad.any() for a in args)
+
+
 @settings(max_examples=40)
 @given(length=sizes, batch=sizes, inputs=sizes, hidden=sizes, dtype=st.sampled_from([F32, F16, BF16]),
        biases=st.booleans(), reverse=st.booleans())  # fmt: skip
