@@ -33,7 +33,7 @@ help:
 	@echo "make types           mypy, strict, over the package as it is installed"
 	@echo "make bench           all benchmarks, the peers beside us in one run: 15 minutes on 2 cores"
 	@echo "make bench-quick     a part of them: 3 minutes"
-	@echo "make bench-compiled  training steps with Inductor, every subject in both dtypes: half an hour"
+	@echo "make bench-compiled  training steps with Inductor, every subject in both dtypes: 15 minutes"
 	@echo "make bench-full      everything, for hours"
 	@echo "make bench-NAME      one script: $(SCRIPTS)"
 	@echo "make bench-publish   write the results into README.md, docs/bench/ and benchmarks/published/"

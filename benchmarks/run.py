@@ -1,5 +1,5 @@
-"""Run the benchmarks: `quick` (3 minutes), `diagonal` (15 minutes), `compiled` (Inductor with every subject, half an
-hour) or `full` (hours), each script in its own process.
+"""Run the benchmarks: `quick` (3 minutes), `diagonal` (15 minutes), `compiled` (Inductor with every subject, 15
+minutes) or `full` (hours), each script in its own process.
 
 The plans are the table below. Scripts run one after the other, each sets its own threads; a failure does not stop the
 rest. Result files and run_PLAN.json, with the time and exit code of each script, go to `--out`.
