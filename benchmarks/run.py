@@ -63,23 +63,23 @@ PLANS = {
     # Every subject trains in one dtype and infers in the other; bert in both. Inductor takes half a minute a variant.
     "diagonal": Plan(15, (
         Job("peers", "steps", f"--subjects bert --kinds training --dtypes bfloat16 --variants {PEERS} O2 O2+inductor"
-            " --rounds 8"),
+            " --rounds 20"),
         Job("training_bfloat16", "steps", f"--subjects nine_512 resnet lstm --kinds training --dtypes bfloat16"
-            f" --variants {COMPILED} --rounds 8"),
+            f" --variants {COMPILED} --rounds 20"),
         Job("training_float16", "steps", f"--subjects gpt --kinds training --dtypes float16 --variants {COMPILED}"
             " --rounds 6"),
         Job("training_more_bfloat16", "steps", "--subjects llama --kinds training --dtypes bfloat16"
-            " --variants fp32 autocast O2 --rounds 8"),
+            " --variants fp32 autocast O2 --rounds 20"),
         Job("training_more_float16", "steps", "--subjects bert encoder unet --kinds training --dtypes float16"
             " --variants fp32 autocast O2 --rounds 6"),
         Job("inference_bfloat16", "steps", "--subjects bert gpt encoder unet --kinds inference"
-            f" --dtypes bfloat16 --variants {EAGER} O2 converted --rounds 8"),
+            f" --dtypes bfloat16 --variants {EAGER} O2 converted --rounds 20"),
         Job("inference_float16", "steps", "--subjects nine_512 bert llama resnet --kinds inference"
-            f" --dtypes float16 --variants {EAGER} O2 converted --rounds 6"),
+            f" --dtypes float16 --variants {EAGER} O2 converted --rounds 16"),
         Job("levels", "steps", "--subjects bert --kinds training --dtypes bfloat16"
-            " --variants fp32 autocast O0 O1 auto O2 O3 --rounds 6"),
+            " --variants fp32 autocast O0 O1 auto O2 O3 --rounds 16"),
         Job("widths", "steps", "--subjects nine_256 nine_1024 --kinds training --dtypes bfloat16"
-            " --variants fp32 autocast O2 --rounds 6"),
+            " --variants fp32 autocast O2 --rounds 16"),
         Job("casts", "casts", "--dtypes bfloat16 --variants autocast O2"),
         Job("growth", "growth", "--layers 2 6 --rounds 1"),
         Job("kernels", "kernels", "--rounds 6 --no-build"),
@@ -91,7 +91,7 @@ PLANS = {
     "compiled": Plan(None, tuple(
         Job(f"compiled_{dtype}", "steps", "--subjects nine_512 bert gpt llama encoder resnet unet lstm --kinds training"
             f" --dtypes {dtype} --variants fp32 autocast+compile O2+inductor --no-counts --rounds {rounds}")
-        for dtype, rounds in (("bfloat16", 12), ("float16", 6))
+        for dtype, rounds in (("bfloat16", 20), ("float16", 6))
     )),
     "full": Plan(None, (
         Job("training", "steps", "--kinds training"),

@@ -54,7 +54,7 @@ from variants import KINDS, OPTIMIZERS, REFERENCE, Setting, Variant, cannot, is_
 NAMES = list(dict.fromkeys(name for makers in KINDS.values() for name in makers))
 DRAWN = ("fp32+compile", "autocast", "autocast+compile", "model.to", "O2", "O2+inductor", "converted")
 NONE = "–"
-SAMPLE_SECONDS = 0.2
+SAMPLE_SECONDS = 0.08  # many short samples: each is paired with its peer's of the same round
 TIMES = ("", "ms: median (range)", "/ fp32", "/ peer", "")
 COUNTS = ("", "ops", "casts", "KiB cast", "inside", "KiB inside", "peak KiB", "saved KiB", "MFLOP", "low", "RSS MB")
 
