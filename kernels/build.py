@@ -1,6 +1,6 @@
 """The CPU's kernels in C++ (``cpp/``), compiled on the machine that runs them, once, when a graph first needs them.
 
-torch's headers and the system's compiler make a library of some hundred kilobytes in 10 to 20 seconds. It is kept in
+torch's headers and the system's compiler make a library of some hundred kilobytes in 15 to 25 seconds. It is kept in
 ``~/.cache/amp_compiler`` (or ``$XDG_CACHE_HOME``, or ``$AMP_CACHE_DIR``) under a name that holds the sources, torch's
 version and the CPU's features, so a change of any of them builds another one. Without a compiler, and with
 ``AMP_CPU_KERNELS=python``, the same ops run in Python: the same numbers within fp32's rounding, 20 to 50 % slower.
