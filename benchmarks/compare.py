@@ -4,9 +4,9 @@
 "Slower" means that the new interval lies wholly above the old one. Each is a 95 % interval of a median, so of some
 hundred times that did not change one may still be named. *Counts* (ops, casts, bytes) are exact: every change is named.
 
-Ends with 1 if something got slower, failed, or counts more than before; with 2 if a file cannot be read. More
-operations in low precision are not worse unless there are more in all. Where machines or versions differ, times are
-shown but not judged.
+Ends with 1 if something got slower, failed, counts more than before or is no longer measured though it was asked for;
+with 2 if a file cannot be read. More operations in low precision are not worse unless there are more in all. Where
+machines or versions differ, or there were fewer than 5 rounds, times are shown but not judged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ VERDICTS = {
     "mended": "Runs again", "new": "New", "gone": "Gone",
 }  # fmt: skip
 NO_RESULT = "run_*.json"  # what `run.py` writes beside the results
-WORSE = ("failed", "slower", "more")
+WORSE = ("failed", "slower", "more", "gone")
+ENOUGH = 5  # rounds: fewer say nothing about noise
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ def compare(old: Result, new: Result) -> list[Finding]:
     """
     before, after = ({_name(row): row for row in result.rows} for result in (old, new))
     comparable = not differing(old, new, MACHINE + VERSIONS)
-    found = [Finding("gone", f"{old.script} {name}") for name in before if name not in after]
+    same = old.arguments == new.arguments  # what was not asked for is not missed
+    found = [Finding("gone", f"{old.script} {name}", judged=same) for name in before if name not in after]
     found += [Finding("new", f"{new.script} {name}") for name in after if name not in before]
     for name, row in before.items():
         if name in after:
@@ -86,6 +88,8 @@ def _rows(where: str, old: Row, new: Row) -> Iterator[Finding]:
 
 def _times(where: str, old: Row, new: Row, before: Result, after: Result, comparable: bool) -> Iterator[Finding]:
     for name in old.samples:
+        if old.samples[name] and not new.samples.get(name) and not new.failed:
+            yield Finding("gone", where, name)
         if not old.samples[name] or not new.samples.get(name):
             continue
         first: Ratio | Spread | None = _interval(old, name, before)
@@ -94,7 +98,8 @@ def _times(where: str, old: Row, new: Row, before: Result, after: Result, compar
             first, second = (Spread(*interval(row.samples[name])) for row in (old, new))
         verdict = "slower" if second.low > first.high else "faster" if second.high < first.low else ""
         if verdict:
-            yield Finding(verdict, where, name, _text(first), _text(second), comparable)
+            enough = min(len(old.samples[name]), len(new.samples[name])) >= ENOUGH
+            yield Finding(verdict, where, name, _text(first), _text(second), comparable and enough)
 
 
 def _interval(row: Row, name: str, result: Result) -> Ratio | None:
@@ -146,7 +151,9 @@ def pairs(old: Path, new: Path) -> tuple[list[tuple[Path, Path]], list[Finding]]
     )
     if not before or not after:
         raise BadResult(f"{new if before else old}: there are no result files in this folder")
-    found = [Finding("gone", f"file {name}") for name in before if name not in after]
+    if not before.keys() & after.keys():
+        raise BadResult(f"{old} and {new} have no result in common")
+    found = [Finding("gone", f"file {name}", judged=False) for name in before if name not in after]
     found += [Finding("new", f"file {name}") for name in after if name not in before]
     return [(path, after[name]) for name, path in before.items() if name in after], found
 

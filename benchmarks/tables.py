@@ -37,9 +37,19 @@ class Published:
         files = sorted(file for file in folder.glob("*.json") if file not in runs)
         if not files:
             raise CannotPublish(f"{folder} holds no result of a benchmark")
-        said = [json.loads(run.read_text()) for run in runs]
-        commands = {job["name"]: COMMANDS[run["plan"]] for run in said for job in run["jobs"]}
-        return cls({file.stem: read(file) for file in files}, commands)
+        try:
+            said = [json.loads(run.read_text()) for run in runs]
+            commands = {job["name"]: COMMANDS[run["plan"]] for run in said for job in run["jobs"]}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CannotPublish(f"{folder}/{RUNS} is not what run.py writes: {error!r}") from None
+        results = {file.stem: read(file) for file in files}
+        for name, result in results.items():
+            failed = next((row for row in result.rows if row.failed), None)
+            if failed is not None:
+                raise CannotPublish(f"{name}: {' '.join(map(str, failed.key.values()))} failed: {failed.note}")
+            if result.arguments.get("tiny"):
+                raise CannotPublish(f"{name} is of networks in their tiny form, which is for tests")
+        return cls(results, commands)
 
     def of(self, script: str) -> Iterator[tuple[str, Result]]:
         return ((name, result) for name, result in self.results.items() if result.script == script)
@@ -79,7 +89,7 @@ def provenance(published: Published) -> str:
         return ", ".join(dict.fromkeys(values))
 
     names = sorted(published.used)
-    made = (published.commands.get(name) or f"python benchmarks/{published.results[name].script}.py" for name in names)
+    made = (published.commands.get(name) or by_hand(published.results[name]) for name in names)
     command = "` and `".join(dict.fromkeys(made))
     machines = each(
         f"{m['cpu']}, {m['cores']} cores, {m['threads']} thread{'s' * (m['threads'] != '1')}, {m['features']}"
@@ -89,6 +99,14 @@ def provenance(published: Published) -> str:
     commits = each(result.machine["commit"] for result in results)
     dates = each(result.date[:10] for result in results)
     return f"`{command}`, {dates}: {machines}; {versions}, commit {commits}."
+
+
+def by_hand(result: Result) -> str:
+    """The command that made a result which is no plan's: its lists of sizes and names, and its rounds."""
+    told = {name: value for name, value in result.arguments.items() if name == "rounds" or isinstance(value, list)}
+    words = [f"--{name.replace('_', '-')} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+             for name, value in told.items()]  # fmt: skip
+    return " ".join(["python", f"benchmarks/{result.script}.py", *words])
 
 
 # ------------------------------------------------------------------------------------------------ training, inference
@@ -104,7 +122,9 @@ class Comparison:
 
     def ratio(self, own: str, peer: str) -> Ratio | None:
         samples = [self.rows[name].samples.get("seconds") if name in self.rows else None for name in (own, peer)]
-        return ratio(samples[0], samples[1]) if samples[0] and samples[1] else None
+        if not samples[0] or not samples[1] or len(samples[0]) != len(samples[1]):
+            return None
+        return ratio(samples[0], samples[1])
 
     def cell(self, own: str, peer: str) -> str:
         found = self.ratio(own, peer)
@@ -207,7 +227,7 @@ def detail(name: str) -> Callable[[Published], str]:
 
 def memory_and_casts(published: Published) -> str:
     columns = {"ops": "ops", "casts": "casts", "bytes cast": "cast_bytes", "peak memory": "peak_bytes",
-               "kept for backward": "saved_bytes"}  # fmt: skip
+               "kept for backward": "saved_bytes", "converted in kernels": "inside_bytes"}  # fmt: skip
 
     def cell(own: Row, peer: Row, name: str) -> str:
         ours, theirs = own.counts.get(name), peer.counts.get(name)

@@ -50,6 +50,8 @@ def _padded(
 
     states = _listed(hx)
     x = input.transpose(0, 1) if batch_first else input
+    if isinstance(x.shape[0], int) and x.shape[0] == 0:
+        raise RuntimeError("Expected sequence length to be larger than 0 in RNN")  # as torch says it
     own = whole and len(states) == 2 and _is_ours(x, states, params)
     out, *after = _layers(
         _lstm_layer if own else torch_layer, x, states, params, has_biases, num_layers, dropout, train, bidirectional

@@ -6,7 +6,9 @@ import argparse
 import csv
 import datetime
 import json
+import math
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -69,14 +71,26 @@ class Run:
     """One run of a script: says what it is and where it runs, collects rows, writes the files."""
 
     def __init__(self, script: str, title: str, args: argparse.Namespace) -> None:
-        set_threads(args.threads)
         self.script, self.args = script, args
         self.name: str = args.name or script
+        self.try_out()
+        set_threads(args.threads)
         self.date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.machine = machine()
         self.rows: list[Row] = []
         console.print(f"[bold]{title}[/bold]")
         console.print("  ".join(f"{name}: {value}" for name, value in self.machine.items()), highlight=False)
+
+    def try_out(self) -> None:
+        """Files are written at the end, after minutes or hours: find out now whether they can be."""
+        try:
+            if Path(self.name).name != self.name:
+                raise OSError(None, "a name, not a path")
+            self.args.out.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self.args.out):
+                pass
+        except OSError as error:
+            sys.exit(f"{self.script}.py: results cannot be written to {self.args.out / self.name}: {error.strerror}")
 
     def add(self, row: Row) -> None:
         self.rows.append(row)
@@ -92,15 +106,13 @@ class Run:
 
     def finish(self, plot: Callable[[Path], object] | None = None) -> int:
         """Write NAME.json, NAME.csv and, if there is something to draw, NAME.svg; 1 if a row failed, else 0."""
-        out: Path = self.args.out
-        out.mkdir(parents=True, exist_ok=True)
-        base = out / self.name
+        base: Path = self.args.out / self.name
         result = Result(self.script, self.date, self.machine, _plain(vars(self.args)), self.rows)
-        result.write(base.with_suffix(".json"))
-        write_csv(base.with_suffix(".csv"), self.rows)
+        result.write(base.with_name(f"{self.name}.json"))
+        write_csv(base.with_name(f"{self.name}.csv"), self.rows)
         written = [".json", ".csv"]
         if plot is not None and self.rows:
-            plot(base.with_suffix(".svg"))
+            plot(base.with_name(f"{self.name}.svg"))
             written.append(".svg")
         shown = base.resolve().relative_to(ROOT) if base.resolve().is_relative_to(ROOT) else base
         console.print(f"Written: {shown} {', '.join(written)}", highlight=False)
@@ -139,6 +151,9 @@ def read(path: Path) -> Result:
         if not isinstance(found, dict):
             raise TypeError(f"it holds a {type(found).__name__}")
         result = Result(**{**found, "rows": [Row(**row) for row in found["rows"]]})
+        for what in (result.machine, result.arguments):
+            if not isinstance(what, dict):
+                raise TypeError(f"machine or arguments is {what!r}")
         for row in result.rows:
             _check(row)
     except OSError as error:
@@ -151,13 +166,15 @@ def read(path: Path) -> Result:
 
 
 def _check(row: Row) -> None:
-    if not row.key:
+    if not isinstance(row.key, dict) or not row.key:
         raise ValueError("a row has no key")
+    if not isinstance(row.failed, bool):
+        raise TypeError(f"failed is {row.failed!r}")
     for name, number in row.counts.items():
-        if isinstance(number, bool) or not isinstance(number, int):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
             raise TypeError(f"the count {name} is {number!r}")
     for name, samples in row.samples.items():
-        if not all(isinstance(sample, int | float) and sample > 0 for sample in samples):
+        if not all(isinstance(sample, int | float) and 0 < sample < math.inf for sample in samples):
             raise TypeError(f"the samples of {name} are not all positive numbers")
 
 

@@ -107,12 +107,15 @@ class Ratio:
     """One time divided by another: the median of the rounds and an interval around it.
 
     >>> str(Ratio(1.05, 1.02, 1.09)), str(Ratio(1.01, 0.97, 1.04)), str(Ratio(39.18, 38.1, 40.2))
-    ('1.05 (1.02 to 1.09)', 'no difference (0.97 to 1.04)', '39.2 (38.1 to 40.2)')
+    ('1.05 (1.02 to 1.09)', 'no difference (1.01: 0.97 to 1.04)', '39.2 (38.1 to 40.2)')
+    >>> str(Ratio(1.52, 1.52, 1.52, rounds=1))
+    '1.52 (one round)'
     """
 
     median: float
     low: float
     high: float
+    rounds: int | None = None
 
     @property
     def differs(self) -> bool:
@@ -120,8 +123,11 @@ class Ratio:
         return not self.low <= 1.0 <= self.high
 
     def __str__(self) -> str:
-        middle = times(self.median) if self.differs else "no difference"
-        return f"{middle} ({times(self.low)} to {times(self.high)})"
+        if self.rounds == 1:
+            return f"{times(self.median)} (one round)"
+        between = f"{times(self.low)} to {times(self.high)}"
+        middle = times(self.median)
+        return f"{middle} ({between})" if self.differs else f"no difference ({middle}: {between})"
 
 
 def times(value: float) -> str:
@@ -141,7 +147,7 @@ def ratio(own: Sequence[float], peer: Sequence[float]) -> Ratio:
     >>> str(ratio([2.0, 2.2, 2.1], [1.0, 1.0, 1.0]))
     '2.10 (2.00 to 2.20)'
     """
-    return Ratio(*interval([a / b for a, b in zip(own, peer, strict=True)]))
+    return Ratio(*interval([a / b for a, b in zip(own, peer, strict=True)]), len(own))
 
 
 def interval(values: Sequence[float]) -> tuple[float, float, float]:

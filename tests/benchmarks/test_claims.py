@@ -16,7 +16,6 @@ ROOT = Path(__file__).parents[2]
 #: sentences of the README that look measured and are not, each with its reason
 NO_CLAIMS = {
     "its 95 % interval": "how to read a table",
-    "what counts here is to be as fast as fp32": "what to look for in the tables, before any of them",
 }
 
 

@@ -84,8 +84,23 @@ def test_rows_that_are_new_or_gone(found: Result, data: st.DataObject) -> None:
     changed.rows.remove(row)
     (there,), (back,) = compare(found, changed), compare(changed, found)
     assert (there.verdict, back.verdict) == ("gone", "new")
-    assert not there.worse
+    assert there.worse  # it was asked for
     assert not back.worse
+    changed.arguments["subjects"] = "fewer"
+    assert not any(finding.worse for finding in compare(found, changed))
+
+
+def test_times_that_are_no_longer_there_are_missed() -> None:
+    old = result([Row({"variant": "O2"}, samples={"seconds": [1.0] * 9})])
+    for samples in ({}, {"seconds": []}):
+        (finding,) = compare(old, result([Row({"variant": "O2"}, samples=samples)]))
+        assert (finding.verdict, finding.what, finding.worse) == ("gone", "seconds", True)
+
+
+def test_few_rounds_are_shown_and_not_judged() -> None:
+    old, new = (result([Row({"variant": "O2"}, samples={"seconds": [s] * 4})]) for s in (1.0, 2.0))
+    (finding,) = compare(old, new)
+    assert (finding.verdict, finding.worse) == ("slower", False)
 
 
 def test_more_low_work_is_worse_only_if_there_is_more_in_all() -> None:

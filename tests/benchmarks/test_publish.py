@@ -66,10 +66,26 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize(("change", "said"), [
+    (lambda r: setattr(r.rows[0], "failed", True), "failed"),
+    (lambda r: r.arguments.update(tiny=True), "tiny form"),
+])  # fmt: skip
+def test_what_must_not_be_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: object, said: str
+) -> None:
+    made = result("steps", steps("bert", "bfloat16", FAST))
+    change(made)
+    results, root = folder_of(tmp_path / "results", training=made), root_of(tmp_path / "root", "steps_training")
+    before = (root / "README.md").read_text()
+    assert publish.main([str(results), "--root", str(root)]) == 2
+    assert said in capsys.readouterr().err
+    assert (root / "README.md").read_text() == before
+
+
 def test_no_difference_stays_no_difference(tmp_path: Path) -> None:
     times = {**FAST, "O2": [0.9, 1.1, 0.95, 1.05, 0.97, 1.02]}
     published = publish.Published({"a": result("steps", steps("bert", "float16", times))})
-    assert "no difference (0.90 to 1.10)" in tables.RENDERERS["steps_training"](published)
+    assert "no difference (0.99: 0.90 to 1.10)" in tables.RENDERERS["steps_training"](published)
 
 
 def test_two_dtypes_beside_each_other() -> None:
@@ -114,7 +130,7 @@ def test_growth() -> None:
     figures = {"exponent": 1.0, "exponent_low": 0.9, "exponent_high": 1.05, "whole_exponent": 0.8}
     rows.append(Row({"model": "bert", "what": "exponent", "variant": "compile time"}, figures=figures, note="yes"))
     text = tables.RENDERERS["growth"](publish.Published({"growth": result("growth", rows)}))
-    assert "| bert, 8 layers | 4.0 s | no difference (1.00 to 1.00) |" in text
+    assert "| bert, 8 layers | 4.0 s | 1.00 (one round) |" in text
     assert "| compile time | 1.00 (0.90 to 1.05) | 0.80 | yes |" in text
     assert "Inductor" not in text  # was not measured
     assert "0 layers" not in text

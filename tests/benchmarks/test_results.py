@@ -96,3 +96,17 @@ def test_options_that_make_no_sense(options: list[str], capsys: pytest.CaptureFi
     with pytest.raises(SystemExit):
         arguments(argparse.ArgumentParser()).parse_args(options)
     assert options[0] in capsys.readouterr().err
+
+
+def test_a_place_that_cannot_be_written_is_told_before_anything_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for out, name in ((tmp_path / "file", None), (tmp_path, "a/b")):
+        with pytest.raises(SystemExit, match=r"x\.py: results cannot be written to"):
+            Run("x", "X", argparse.Namespace(threads=1, out=out, name=name))
+
+
+def test_a_name_may_have_a_dot(tmp_path: Path) -> None:
+    made = Run("x", "X", argparse.Namespace(threads=1, out=tmp_path, name="v1.2"))
+    made.add(Row({"variant": "O2"}))
+    assert made.finish() == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v1.2.csv", "v1.2.json"]

@@ -92,7 +92,8 @@ def test_a_factor_is_found_whatever_the_noise_that_both_share(samples: list[floa
     found = ratio([factor * sample for sample in samples], samples)
     assert math.isclose(found.median, factor, rel_tol=1e-9)
     assert found.differs
-    assert str(ratio(samples, samples)) == "no difference (1.00 to 1.00)"
+    alone = len(samples) == 1
+    assert str(ratio(samples, samples)) == ("1.00 (one round)" if alone else "no difference (1.00: 1.00 to 1.00)")
 
 
 def test_samples_without_a_partner_are_refused() -> None:
@@ -106,8 +107,8 @@ def test_samples_without_a_partner_are_refused() -> None:
     ("found", "text"),
     [
         (Ratio(1.05, 1.02, 1.09), "1.05 (1.02 to 1.09)"),
-        (Ratio(1.01, 0.97, 1.04), "no difference (0.97 to 1.04)"),
-        (Ratio(1.0, 1.0, 1.2), "no difference (1.00 to 1.20)"),
+        (Ratio(1.01, 0.97, 1.04), "no difference (1.01: 0.97 to 1.04)"),
+        (Ratio(1.0, 1.0, 1.2), "no difference (1.00: 1.00 to 1.20)"),
         (Ratio(39.18, 38.1, 140.4), "39.2 (38.1 to 140)"),
         (Ratio(0.0342, 0.031, 0.1), "0.0342 (0.031 to 0.10)"),
     ],

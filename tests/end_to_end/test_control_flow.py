@@ -566,7 +566,7 @@ def test_recurrent(name: str) -> None:
     check(make(), args, levels=(("O2", F16),), roundings=2 * ROUNDINGS, mkldnn=False, autocast=not projected)
 
 
-@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
 def test_dropout_between_two_recurrent_layers(kind: Any) -> None:
     """The same random numbers at every level, others in each call, as many zeros as asked for, and none in eval mode.
     (torch.compile leaves this dropout out: torch 2.13 tests for the last layer the wrong way round.)"""
@@ -585,12 +585,12 @@ def test_dropout_between_two_recurrent_layers(kind: Any) -> None:
 
 def test_dropout_drops_the_share_that_it_says() -> None:
     """Seen through a second layer that adds up what the first gives: rnn_relu, weights of one."""
-    rnn = nn.RNN(1, 4096, num_layers=2, dropout=0.25, nonlinearity="relu", bias=False)
+    rnn = nn.RNN(1, 512, num_layers=2, dropout=0.25, nonlinearity="relu", bias=False)
     for name, weight in rnn.named_parameters():
         nn.init.constant_(weight, 0.0 if "hh" in name else 1.0)
     out, _ = compiled(rnn, "O0")(torch.ones(1, 1, 1))
-    kept = out.flatten()[0].item() * 0.75 / 4096
-    assert abs(kept - 0.75) < 5 * (0.25 * 0.75 / 4096) ** 0.5  # five standard deviations
+    kept = out.flatten()[0].item() * 0.75 / 512
+    assert abs(kept - 0.75) < 5 * (0.25 * 0.75 / 512) ** 0.5  # five standard deviations
 
 
 def test_an_lstm_is_one_op_for_sequences_of_any_length() -> None:
