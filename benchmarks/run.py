@@ -66,15 +66,13 @@ PLANS = {
             " --rounds 20"),
         Job("training_bfloat16", "steps", f"--subjects nine_512 resnet lstm --kinds training --dtypes bfloat16"
             f" --variants {COMPILED} --rounds 20"),
-        Job("training_float16", "steps", f"--subjects gpt --kinds training --dtypes float16 --variants {COMPILED}"
-            " --rounds 6"),
-        Job("training_more_bfloat16", "steps", "--subjects llama --kinds training --dtypes bfloat16"
+        Job("training_more_bfloat16", "steps", "--subjects llama encoder --kinds training --dtypes bfloat16"
             " --variants fp32 autocast O2 --rounds 20"),
-        Job("training_more_float16", "steps", "--subjects bert encoder unet --kinds training --dtypes float16"
+        Job("training_more_float16", "steps", "--subjects bert gpt unet --kinds training --dtypes float16"
             " --variants fp32 autocast O2 --rounds 6"),
-        Job("inference_bfloat16", "steps", "--subjects bert gpt encoder unet --kinds inference"
+        Job("inference_bfloat16", "steps", "--subjects bert gpt unet --kinds inference"
             f" --dtypes bfloat16 --variants {EAGER} O2 converted --rounds 20"),
-        Job("inference_float16", "steps", "--subjects nine_512 bert llama resnet --kinds inference"
+        Job("inference_float16", "steps", "--subjects bert llama encoder resnet --kinds inference"
             f" --dtypes float16 --variants {EAGER} O2 converted --rounds 16"),
         Job("levels", "steps", "--subjects bert --kinds training --dtypes bfloat16"
             " --variants fp32 autocast O0 O1 auto O2 O3 --rounds 16"),
