@@ -31,17 +31,13 @@ ONE_LAYER = {"num_hidden_layers": 1}
 TRAPS: tuple[Case, ...] = (
     ("gpt2-sdpa", "O2", F16),  # sdpa with a mask, some queries see masked keys only; weights stored transposed
     ("llama-sdpa", "O2", BF16),  # RMSNorm's casts to float32 and back; rotary tables under autocast(enabled=False)
-    ("t5", "O2", F16),  # code that branches on the dtype; a position bias that layers share; relu
     ("mixtral-batched", "auto", BF16),  # top-k routing, gathered weights
     ("convnext", "O2", BF16),  # depthwise convolution, layer scale
     ("resnet", "O2", F16),  # batch norm and its running statistics; max pool
-    ("mamba2", "O2", BF16),  # a state space: cumulative sums, exp, softplus
-    ("wav2vec2", "O1", BF16),  # graph breaks, weight norm, in-place writes under a mask, CTC loss
 )
 #: their sizes where they are smaller than the model's in the full matrix
 SHALLOW: dict[str, dict[str, Any]] = {
-    "gpt2-sdpa": {"n_layer": 1}, "llama-sdpa": ONE_LAYER, "mixtral-batched": ONE_LAYER, "mamba2": ONE_LAYER,
-    "wav2vec2": ONE_LAYER, "t5": {"num_decoder_layers": 1},  # the encoder's two layers share their bias
+    "gpt2-sdpa": {"n_layer": 1}, "llama-sdpa": ONE_LAYER, "mixtral-batched": ONE_LAYER,
 }  # fmt: skip
 
 #: where Dynamo breaks the graph, by a part of the report's text, and why: all of it is code of the models
