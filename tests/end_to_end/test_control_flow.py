@@ -566,10 +566,11 @@ def test_recurrent(name: str) -> None:
     check(make(), args, levels=(("O2", F16),), roundings=2 * ROUNDINGS, mkldnn=False, autocast=not projected)
 
 
-def test_dropout_between_two_recurrent_layers() -> None:
+@pytest.mark.parametrize("kind", [nn.LSTM, *(pytest.param(k, marks=pytest.mark.zoo) for k in (nn.GRU, nn.RNN))])
+def test_dropout_between_two_recurrent_layers(kind: Any) -> None:
     """The same random numbers at every level, others in each call, as many zeros as asked for, and none in eval mode.
     (torch.compile leaves this dropout out: torch 2.13 tests for the last layer the wrong way round.)"""
-    model, args = Recurrent(nn.LSTM, num_layers=2, dropout=0.5), (floats(2, 3, 6),)
+    model, args = Recurrent(kind, num_layers=2, dropout=0.5), (floats(2, 3, 6),)
     twin = copy.deepcopy(model)
     fast = compiled(twin, "O0")
     expected = run(fast, twin, args)

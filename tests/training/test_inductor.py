@@ -53,10 +53,14 @@ class Attentive(nn.Module):
         return self.out(self.layer(self.token(ids) + 1).mean(1))
 
 
-def test_a_low_step_under_inductor_is_the_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("dtype", "kernels"), [
+    (torch.bfloat16, "auto"), pytest.param(torch.float16, "native", marks=pytest.mark.zoo),
+])  # fmt: skip
+def test_a_low_step_under_inductor_is_the_eager_one(
+    dtype: torch.dtype, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Inductor's fused ops round where the graph says so; torch's own round inside some ops too (a mean, a norm)."""
-    monkeypatch.setenv("AMP_CPU_KERNELS", "auto")
-    dtype = torch.bfloat16
+    monkeypatch.setenv("AMP_CPU_KERNELS", kernels)
     torch.manual_seed(0)
     model, ids, y = Attentive(), torch.randint(20, (4, 8)), torch.randint(4, (4,))
     gradients, ops = {}, {}
