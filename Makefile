@@ -5,10 +5,12 @@
 #   make test ARGS="-k fold_casts"     more arguments for the tool behind a target
 #   make test WORKERS=8                more test processes
 #   make demo PYTHON=/path/to/python   another Python for a new .venv
+#   make test-torch TORCH=2.15.0 PYTHON=python3.13   another torch, in an environment of its own
 
 VENV := .venv
-BIN := $(VENV)/bin
-READY := $(VENV)/.ready
+BIN = $(VENV)/bin
+READY = $(VENV)/.ready
+CONSTRAINTS := constraints.txt
 WORKERS ?= 2
 ARGS ?=
 
@@ -23,12 +25,18 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Benchmarks that run alone; benchmarks/README.md tells what each measures.
 SCRIPTS := steps casts growth kernels convert dump gpu frameworks
 
-.PHONY: help demo test test-zoo lint types bench bench-quick bench-compiled bench-full $(SCRIPTS:%=bench-%) bench-publish pictures clean
+# A CPU without AVX-512, imitated on one that has it: our kernels, oneDNN's and torch's.
+AVX2 := AMP_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal
+
+.PHONY: help demo test test-zoo test-avx2 test-torch lint types bench bench-quick bench-compiled bench-full $(SCRIPTS:%=bench-%) bench-publish pictures clean
 
 help:
 	@echo "make demo            train a small network at every level and compare"
 	@echo "make test            lint, types and all tests"
 	@echo "make test-zoo        45 models from transformers at every level and dtype, more random programs (half an hour)"
+	@echo "make test-avx2       all tests as on a CPU without AVX-512 (for one that has it)"
+	@echo "make test-torch TORCH=2.15.0 [PYTHON=python3.13]  types and all tests with another torch (gigabytes to download)"
 	@echo "make lint            ruff"
 	@echo "make types           mypy, strict, over the package as it is installed"
 	@echo "make bench           all benchmarks, the peers beside us in one run: 15 minutes on 2 cores"
@@ -47,10 +55,22 @@ demo: $(READY)
 # out the same everywhere.
 test: $(READY)
 	@$(MAKE) --no-print-directory lint types ARGS=
-	@OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not zoo" $(ARGS)
+	@$(PYTEST) -m "not zoo" $(ARGS)
 
 test-zoo: $(READY)
-	@OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal -m zoo $(ARGS)
+	@$(PYTEST) -m zoo $(ARGS)
+
+test-avx2: $(READY)
+	@$(AVX2) $(PYTEST) -m "not zoo" $(ARGS)
+
+# The other packages keep the versions of constraints.txt; triton comes with that torch.
+test-torch:
+	@[ -n "$(TORCH)" ] || { echo "Name a release: make test-torch TORCH=2.15.0 PYTHON=python3.13" >&2; exit 1; }
+	@version=$$("$(PYTHON)" -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
+	venv=.venv-torch-$(TORCH)-python$$version; mkdir -p $$venv; \
+	{ echo "torch==$(TORCH)"; grep -vE '^(torch|triton)==' constraints.txt; } > $$venv/constraints.new; \
+	cmp -s $$venv/constraints.new $$venv/constraints.txt || mv $$venv/constraints.new $$venv/constraints.txt; \
+	$(MAKE) --no-print-directory test VENV=$$venv CONSTRAINTS=$$venv/constraints.txt
 
 lint: $(READY)
 	@$(BIN)/ruff check . $(ARGS)
@@ -85,15 +105,15 @@ pictures: $(READY)
 	@$(BIN)/python docs/make_pictures.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name .git -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml $(CONSTRAINTS)
 	@python="$(PYTHON)"; if [ -z "$$python" ]; then \
 		echo "amp-compiler needs Python 3.11 or newer, and none was found on PATH." >&2; \
 		echo "Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; fi; \
 	echo "Setting up $(VENV) with $$python (a minute or more the first time)"; \
 	[ -x $(BIN)/python ] || "$$python" -m venv $(VENV)
-	@$(BIN)/python -m pip install -qq -c constraints.txt setuptools torch
-	@$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e ".[demo,dev]"
+	@$(BIN)/python -m pip install -qq -c $(CONSTRAINTS) setuptools torch
+	@$(BIN)/python -m pip install -qq -c $(CONSTRAINTS) --no-build-isolation -e ".[demo,dev]"
 	@touch $@

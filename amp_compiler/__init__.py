@@ -12,6 +12,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .compat import check_release
+
 if TYPE_CHECKING:
     from .compile import AmpModule as AmpModule
     from .compile import amp_compile as amp_compile
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from .training.step import compile_train_step as compile_train_step
 
 __version__ = "0.1.0"
+
+check_release()
 
 #: public name -> module that holds it; loaded at first use, so that importing the package stays light
 _PUBLIC = {

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from .kernels import cpu
+from .kernels import capability, cpu
 from .policy import dtype_name
 from .view import GraphView, NodeView, Value
 
@@ -76,19 +76,10 @@ def look(progress: Callable[[str], None] = lambda text: None) -> Machine:
             speeds.append(measure(device, dtype))
     triton = importlib.metadata.version("triton") if importlib.util.find_spec("triton") is not None else ""
     machine = Machine(
-        platform.python_version(), torch.__version__, triton, _cpu_name(), os.cpu_count() or 1, cpu_features(), gpus,
-        tuple(speeds),
+        platform.python_version(), torch.__version__, triton, _cpu_name(), os.cpu_count() or 1, capability.features(),
+        gpus, tuple(speeds),
     )  # fmt: skip
     return Machine(**{**vars(machine), "advice": tuple(advise(machine))})
-
-
-def cpu_features() -> tuple[str, ...]:
-    """What torch knows this CPU to have (private names in torch 2.13)."""
-    names = {
-        "avx2": "_is_avx2_supported", "avx512": "_is_avx512_supported", "avx512_bf16": "_is_avx512_bf16_supported",
-        "amx": "_is_amx_tile_supported", "amx_fp16": "_is_amx_fp16_supported",
-    }  # fmt: skip
-    return tuple(name for name, ask in names.items() if getattr(torch.cpu, ask, lambda: False)())
 
 
 def measure(device: str, dtype: torch.dtype) -> Speed:
@@ -123,7 +114,7 @@ def _best(run: Callable[[], object], device: str) -> float:
 def advise(machine: Machine) -> list[str]:
     """What this machine means for mixed precision."""
     found = []
-    for dtype, units in ((torch.bfloat16, ("avx512_bf16", "amx")), (torch.float16, ("amx_fp16",))):
+    for dtype, units in ((torch.bfloat16, ("avx512_bf16", "amx_bf16")), (torch.float16, ("amx_fp16",))):
         if not set(units) & set(machine.features):
             name = dtype_name(dtype)
             found.append(

@@ -31,16 +31,18 @@ def deep_by_default() -> bool:
 
 def verify(
     gm: fx.GraphModule, facts: tuple[str, ...], ctx: Any, after: str, *, deep: bool | None = None
-) -> None:
-    """Check that ``facts`` hold on ``gm`` and on every graph inside it."""
+) -> bool:
+    """Check that ``facts`` hold on ``gm`` and on every graph inside it. Returns True if the check was a deep one."""
     for name, inner in g.all_graphs(gm):
         where = f"{after}, graph {name}" if name else after
         _well_formed(inner, where)
         for fact in facts:
             CHECKS[fact](inner, ctx, where)
     wanted = deep_by_default() if deep is None else deep
-    if wanted and {"cast", "folded", "batched", "fused", "lowered", "viewed"} & set(facts):
-        _repropagate(gm, after)
+    if not wanted or not {"cast", "folded", "batched", "fused", "lowered", "viewed"} & set(facts):
+        return False
+    _repropagate(gm, after)
+    return True
 
 
 def _fail(where: str, node: fx.Node, what: str) -> None:

@@ -4,6 +4,8 @@ torch's headers and the system's compiler make a library of some hundred kilobyt
 ``~/.cache/amp_compiler`` (or ``$XDG_CACHE_HOME``, or ``$AMP_CACHE_DIR``) under a name that holds the sources, torch's
 version and the CPU's features, so a change of any of them builds another one. Without a compiler, and with
 ``AMP_CPU_KERNELS=python``, the same ops run in Python: the same numbers within fp32's rounding, 20 to 50 % slower.
+
+They are compiled for the CPU of the machine, or for the one that ``AMP_CPU_CAPABILITY`` names (``capability.py``).
 """
 
 from __future__ import annotations
@@ -25,9 +27,11 @@ from typing import Any
 
 import torch
 
+from . import capability
+
 SOURCES = Path(__file__).with_name("cpp")
 CACHE = "AMP_CACHE_DIR"
-_FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-fopenmp")
+_FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-fopenmp")
 _MINUTES = 5  # for the compiler
 
 
@@ -124,7 +128,7 @@ def _compile(compiler: str, path: Path) -> None:
     handle, name = tempfile.mkstemp(dir=path.parent, suffix=".so")
     os.close(handle)
     command = [
-        compiler, *_FLAGS, f"-I{root / 'include'}", str(SOURCES / "ops.cpp"), "-o", name,
+        compiler, *_flags(), f"-I{root / 'include'}", str(SOURCES / "ops.cpp"), "-o", name,
         f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10",
     ]  # fmt: skip
     try:
@@ -134,6 +138,10 @@ def _compile(compiler: str, path: Path) -> None:
         Path(name).unlink(missing_ok=True)
 
 
+def _flags() -> tuple[str, ...]:
+    return (f"-march={capability.chosen().march}", *_FLAGS)
+
+
 def _cache() -> Path:
     own = os.environ.get(CACHE)
     return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "amp_compiler"
@@ -141,7 +149,7 @@ def _cache() -> Path:
 
 def _key(compiler: str) -> str:
     """A library is good for these sources, this torch and this kind of CPU."""
-    parts = [torch.__version__, platform.machine(), _features(), compiler, *_FLAGS]
+    parts = [torch.__version__, platform.machine(), _features(), compiler, *_flags()]
     parts += [file.name + file.read_text() for file in sorted(SOURCES.iterdir())]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -84,8 +84,8 @@ def cast_matmul(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, o
     >>> cast_matmul(torch.tensor([[1.0, 2.001]]), torch.ones(2, 1), None, torch.bfloat16, torch.float32)
     tensor([[3.]])
     """
-    result: Tensor = _CastMatmul.apply(a, b, bias, dtype, out_dtype)  # type: ignore[no-untyped-call]
-    return result
+    apply: Callable[..., Tensor] = _CastMatmul.apply  # torch 2.13 gives it no type
+    return apply(a, b, bias, dtype, out_dtype)
 
 
 def reference(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:

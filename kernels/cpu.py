@@ -18,11 +18,12 @@ from dataclasses import dataclass
 
 import torch
 
-from . import build
+from . import build, capability
 
 SETTING = "AMP_CPU_KERNELS"
 _SIZE = 256  # of the square matrices that are measured
 _REPEATS = 5
+_UNITS = {torch.bfloat16: frozenset({"avx512_bf16", "amx_bf16"}), torch.float16: frozenset({"amx_fp16"})}
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,8 @@ def choose(dtype: torch.dtype, setting: str = "auto") -> Choice:
 
 
 def has_units(dtype: torch.dtype) -> bool:
-    """Whether the CPU multiplies this dtype itself (torch 2.13 tells it by private names only)."""
-    if dtype is torch.bfloat16:
-        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.cpu._is_amx_fp16_supported()
+    """True if the CPU multiplies this dtype itself."""
+    return not _UNITS[dtype].isdisjoint(capability.features())
 
 
 def measure(dtype: torch.dtype) -> tuple[float, float]:

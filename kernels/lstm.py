@@ -18,7 +18,7 @@ calls a step. On a CPU only: elsewhere the layer is taken apart.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -242,8 +242,8 @@ class _LstmLayer(torch.autograd.Function):
 
 def _autograd(*args: Any) -> tuple[Tensor, ...]:
     if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
-        result: tuple[Tensor, ...] = _LstmLayer.apply(*args)  # type: ignore[no-untyped-call]
-        return result
+        apply: Callable[..., tuple[Tensor, ...]] = _LstmLayer.apply  # torch 2.13 gives it no type
+        return apply(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.amp.lstm_layer.default(*args)  # type: ignore[no-any-return]
 

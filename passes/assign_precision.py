@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
 from amp_compiler import constants, decisions, memory
@@ -441,6 +442,9 @@ class _Assign:
             if choice.row is not None and choice.row.fp32_only:
                 reason = "torch has no low-precision kernel for it: kept in fp32"
                 return decisions.cast(node, torch.float32, reason, "fp32_only", choice)
+            if choice.row is not None and not _strides_fit(floats, dtype, choice.row.stride_bytes):
+                reason = f"its kernel wants strides of {choice.row.stride_bytes} bytes in low precision: kept in fp32"
+                return decisions.cast(node, torch.float32, reason, "fp32_only", choice)
             if choice.row is not None and choice.row.banned and dtype is torch.float16:
                 raise BannedOpError(f"{name}: {choice.row.banned} At {g.source_line(node) or node.name}.")
             if g.has_integer_operand(node) and any(map(g.is_eligible, g.tensor_outputs(node))):
@@ -668,6 +672,14 @@ class _Assign:
 def _is_empty(node: fx.Node) -> bool:
     value = g.tensor_of(node)
     return value is not None and any(type(size) is int and size == 0 for size in value.shape)
+
+
+def _strides_fit(floats: list[tuple[str, fx.Node]], dtype: torch.dtype, stride_bytes: int) -> bool:
+    """True if, in ``dtype``, all strides of the matrices in ``floats`` but those of 1 are multiples of
+    ``stride_bytes``; a stride that only the run will tell is taken not to be."""
+    values = [v for _, a in floats if stride_bytes and (v := g.tensor_of(a)) is not None and v.dim() > 1]
+    strides = [s for v in values for s in v.stride() if type(s) is not int or s != 1]
+    return all(statically_known_true(s * dtype.itemsize % stride_bytes == 0) for s in strides)
 
 
 def _flow(value: Any) -> torch.dtype | None:

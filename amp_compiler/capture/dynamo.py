@@ -154,7 +154,8 @@ def _assigned() -> Iterator[tuple[dict[str, Any], str, Any]]:
             touched = type(value) is not LazyVariableTracker and isinstance(value, TensorVariable)
             if isinstance(holder, dict) and touched:
                 yield holder, name, value
-    for holder in effects.keepalive:
+    kept: list[Any] = effects.keepalive
+    for holder in kept:
         items = getattr(effects.id_to_variable.get(id(holder)), "items", None)
         for key, value in items.items() if isinstance(holder, dict) and isinstance(items, dict) else ():
             if type(value) is LazyVariableTracker:

@@ -148,7 +148,10 @@ def fakify(example_inputs: Sequence[Any]) -> tuple[list[Any], Any]:
     from torch._functorch._aot_autograd.frontend_utils import construct_fake_mode, process_inputs
     from torch._functorch._aot_autograd.schemas import AOTConfig
 
-    config = AOTConfig(None, None, None, {}, 0, 0, False)
+    config = AOTConfig(
+        fw_compiler=None, bw_compiler=None, partition_fn=None, decompositions={}, num_params_buffers=0, aot_id=0,
+        keep_inference_input_mutations=False,
+    )  # fmt: skip
     flat = list(example_inputs)
     mode, shape_env = construct_fake_mode(flat, config)
     fakes, _ = process_inputs(flat, config, mode, shape_env)
@@ -168,13 +171,13 @@ def _refuse_leaks(gm: fx.GraphModule) -> None:
 def _tracing(mode: Any) -> Iterator[None]:
     # mkldnn off: with it nn.LSTM becomes mkldnn_rnn_layer, which AOTAutograd cannot differentiate
     # (torch.backends.mkldnn.flags would also set TF32 and warn about it)
-    mkldnn = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
+    mkldnn: Any = torch.backends.mkldnn
+    enabled, mkldnn.enabled = mkldnn.enabled, False
     try:
         with mode, torch.fx.traceback.preserve_node_meta():
             yield
     finally:
-        torch._C._set_mkldnn_enabled(mkldnn)
+        mkldnn.enabled = enabled
 
 
 # ------------------------------------------------------------------------------------------ decompositions

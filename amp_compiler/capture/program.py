@@ -199,11 +199,9 @@ def functional(program: ExportedProgram) -> ExportedProgram:
     torch 2.13: ``run_decompositions`` keeps composite ops that its table does not name, so the table names those that
     passes on functional graphs want to see inside of.
     """
-    from torch._export.utils import _get_decomp_for_cia
-
-    aten = torch.ops.aten
+    aten, known = torch.ops.aten, torch.export.default_decompositions()
     composites = [getattr(getattr(aten, name), overload) for name, overload in COMPOSITES]
-    table = {op: _get_decomp_for_cia(op) for op in composites}
+    table = {op: known[op] for op in composites}
     with torch._C._DisableAutocast(), torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)  # torch copies its own tree specs
         result: ExportedProgram = program.run_decompositions(table)

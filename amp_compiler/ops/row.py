@@ -27,7 +27,9 @@ class Row:
     that stay fp32 then on a CPU, whose kernels take them so and keep fp32 statistics for the
     backward (CUDA's do not take them). ``fp32_results`` names results that are fp32 whatever goes
     in. ``fp32_only``: torch has no low-precision kernel for it, so
-    it stays fp32 whatever the level. ``banned`` is the message for a use in fp16 that must be
+    it stays fp32 whatever the level. ``stride_bytes``: its kernels refuse operands whose strides are
+    not multiples of so many bytes, so that an operand which is fine in fp32 may be refused in a dtype of
+    half the size; the op stays fp32 then. ``banned`` is the message for a use in fp16 that must be
     refused.
     """
 
@@ -39,4 +41,5 @@ class Row:
     fp32_args_on_cpu: tuple[str, ...] = ()
     fp32_results: tuple[str, ...] = ()
     fp32_only: bool = False
+    stride_bytes: int = 0
     banned: str = ""

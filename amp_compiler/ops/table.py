@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
+from ..compat import has_op
 from .row import OpClass, Row
 
 LOW = OpClass.LOW
@@ -114,7 +115,7 @@ _BCE = (
 # The forward's affine terms and running statistics, and the batch statistics saved for the backward.
 _BATCH_NORM_ARGS = ("weight", "bias", "running_mean", "running_var", "save_mean", "save_invstd", "save_var")
 
-ROWS: Final[tuple[Row, ...]] = (
+ALL_ROWS: Final[tuple[Row, ...]] = (
     # Matrix products
     Row("linear", LOW, _PRODUCT),
     Row("matmul", LOW, _PRODUCT),
@@ -158,7 +159,7 @@ ROWS: Final[tuple[Row, ...]] = (
         LOW,
         "A batch of dot products done as a matmul, so with its fp32 sums; low in torch's lists.",
     ),
-    Row("_grouped_mm", LOW, "Many matrix products in one kernel, made for bf16, with fp32 sums."),
+    Row("_grouped_mm", LOW, "Many matrix products in one kernel, made for bf16, with fp32 sums.", stride_bytes=16),
     Row(
         "dot",
         FOLLOW,
@@ -632,6 +633,7 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("linalg_tensorinv", FP32, _SOLVER, fp32_only=True),
     Row("linalg_tensorsolve", FP32, _SOLVER, fp32_only=True),
     Row("linalg_cond", FP32, _SOLVER, fp32_only=True),
+    Row("linalg_matrix_sqrth", FP32, _SOLVER, fp32_only=True),
     Row("linalg_matrix_rank", FP32, _SOLVER, fp32_only=True),
     Row("linalg_eig", FP32, _EIGEN, fp32_only=True),
     Row("linalg_eigh", FP32, _EIGEN, fp32_only=True),
@@ -1028,6 +1030,9 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("_amp_foreach_non_finite_check_and_unscale", KEEP, _SCALER),
     Row("_amp_update_scale", KEEP, _SCALER),
 )
+
+#: the rows of the ops that the running torch has
+ROWS: Final[tuple[Row, ...]] = tuple(row for row in ALL_ROWS if has_op(row.name))
 
 # Functional, internal and backward ops, and other spellings: the row that governs each.
 # A backward that is not safe under its forward's class has a row of its own or another row here:

@@ -1,4 +1,4 @@
-"""The op lists of ``torch.autocast`` in torch 2.13, by device. Data only.
+"""The op lists of ``torch.autocast`` in torch 2.13 to 2.15, by device. Data only.
 
 Names are the dispatcher's: ``"linear"`` is the default overload, ``"conv2d.padding"`` another one. An
 overload that is not listed is not touched by autocast, even where its sibling is.
@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
+
+from ..compat import has_op
 
 _CPU: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {
@@ -107,6 +109,7 @@ _CPU: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
                 "linalg_matrix_rank.atol_rtol_float",
                 "linalg_matrix_rank.atol_rtol_tensor",
                 "linalg_matrix_rank.tol_tensor",
+                "linalg_matrix_sqrth",
                 "linalg_qr",
                 "linalg_solve",
                 "linalg_svd",
@@ -232,6 +235,7 @@ _CUDA: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
                 "kl_div",
                 "l1_loss",
                 "layer_norm",
+                "linalg_matrix_sqrth",
                 "log",
                 "log10",
                 "log1p",
@@ -306,4 +310,11 @@ _CUDA: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     }
 )
 
-LISTS: Final[Mapping[str, Mapping[str, frozenset[str]]]] = MappingProxyType({"cpu": _CPU, "cuda": _CUDA})
+
+def _of_this_torch(lists: Mapping[str, frozenset[str]]) -> Mapping[str, frozenset[str]]:
+    return MappingProxyType({kind: frozenset(filter(has_op, names)) for kind, names in lists.items()})
+
+
+LISTS: Final[Mapping[str, Mapping[str, frozenset[str]]]] = MappingProxyType(
+    {"cpu": _of_this_torch(_CPU), "cuda": _of_this_torch(_CUDA)}
+)

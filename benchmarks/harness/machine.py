@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from amp_compiler.kernels import capability
+
 ROOT = Path(__file__).resolve().parents[2]
 #: packages whose version can change a result, where they are installed
 PACKAGES = ("torch", "triton", "numpy", "transformers", "matplotlib")
@@ -18,18 +20,11 @@ PACKAGES = ("torch", "triton", "numpy", "transformers", "matplotlib")
 
 def machine() -> dict[str, str]:
     """Where and on what a result was measured."""
-    features = {
-        "avx2": torch.cpu._is_avx2_supported(),
-        "avx512": torch.cpu._is_avx512_supported(),
-        "avx512_bf16": torch.cpu._is_avx512_bf16_supported(),
-        "amx": torch.cpu._is_amx_tile_supported(),
-        "amx_fp16": torch.cpu._is_amx_fp16_supported(),
-    }
     return {
         "cpu": _cpu_name(),
         "cores": str(os.cpu_count()),
         "threads": str(torch.get_num_threads()),
-        "features": " ".join(name for name, there in features.items() if there),
+        "features": " ".join(capability.features()),
         "kernels": os.environ.get("AMP_CPU_KERNELS", "auto"),
         "load": " ".join(f"{load:.1f}" for load in os.getloadavg()),
         "python": platform.python_version(),

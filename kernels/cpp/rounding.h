@@ -1,5 +1,5 @@
 // Stretches of memory between fp32 and a low dtype, as wide as the CPU's registers. The library is built on the machine
-// that runs it, with -march=native: what the compiler says it may use, the CPU has.
+// that runs it, for that machine or for the CPU that AMP_CPU_CAPABILITY names: what the compiler says it may use is there.
 //
 // Rounding is to the nearest, ties to even, and a NaN stays one: bit for bit as torch's own casts (a test compares).
 #pragma once
