@@ -51,11 +51,13 @@ help:
 demo: $(READY)
 	@$(BIN)/python examples/digits.py $(ARGS)
 
-# Lint, types, then all tests. One thread a process: the test processes share the cores, and sums come
+# Lint, then all tests with the types beside them. One thread a process: the test processes share the cores, and sums come
 # out the same everywhere.
 test: $(READY)
-	@$(MAKE) --no-print-directory lint types ARGS=
-	@$(PYTEST) -m "not zoo" $(ARGS)
+	@$(MAKE) --no-print-directory lint ARGS=
+	@log=$$(mktemp); $(MAKE) --no-print-directory types ARGS= > "$$log" 2>&1 & types=$$!; \
+	status=0; $(PYTEST) -m "not zoo" $(ARGS) || status=$$?; \
+	wait $$types || status=$$?; echo "mypy: $$(cat "$$log")"; rm -f "$$log"; exit $$status
 
 test-zoo: $(READY)
 	@$(PYTEST) -m zoo $(ARGS)
@@ -108,12 +110,13 @@ clean:
 	rm -rf $(VENV) .venv-torch-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name .git -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
+# --no-compile: Python compiles what it imports; compiling all that is installed took half of the time.
 $(READY): pyproject.toml $(CONSTRAINTS)
 	@python="$(PYTHON)"; if [ -z "$$python" ]; then \
 		echo "amp-compiler needs Python 3.11 or newer, and none was found on PATH." >&2; \
 		echo "Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; fi; \
 	echo "Setting up $(VENV) with $$python (a minute or more the first time)"; \
 	[ -x $(BIN)/python ] || "$$python" -m venv $(VENV)
-	@$(BIN)/python -m pip install -qq -c $(CONSTRAINTS) setuptools torch
-	@$(BIN)/python -m pip install -qq -c $(CONSTRAINTS) --no-build-isolation -e ".[demo,dev]"
+	@$(BIN)/python -m pip install -qq --no-compile -c $(CONSTRAINTS) setuptools torch
+	@$(BIN)/python -m pip install -qq --no-compile -c $(CONSTRAINTS) --no-build-isolation -e ".[demo,dev]"
 	@touch $@

@@ -1,14 +1,14 @@
-"""Every command as a user starts it, in a process of its own, and the examples of every help text."""
+"""Every command as a user starts it, outside of the tests' process, and the examples of every help text."""
 
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 
@@ -23,34 +23,69 @@ EXAMPLES = [example for command in COMMANDS for example in command.EXAMPLES]
 ROOT = Path(__file__).parents[2]
 
 
-def start(folder: Path, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """``python -m amp_compiler``: the tests' own process may not have the script on its PATH."""
-    return subprocess.run(
-        [sys.executable, "-m", "amp_compiler", *args], cwd=folder, capture_output=True, text=True, check=False,
-        env={**os.environ, **environment},
-    )  # fmt: skip
+@dataclass(frozen=True)
+class Done:
+    """What a command left behind."""
+
+    returncode: int
+    stdout: str
+    stderr: str
 
 
-def test_dump_as_a_process(user_folder: Path) -> None:
-    done = start(user_folder, "dump", "model.py:make", "--level", "O1", AMP_LOGS="passes,casts")
-    assert done.returncode == 0, done.stderr
-    assert "blocks.0.up  Linear" in done.stdout
-    assert "level O1, bfloat16" in done.stdout
-    assert "\x1b" not in done.stdout, "colour belongs on a terminal"
-    assert "[amp passes] forward insert_casts:" in done.stderr
-    assert "[amp casts] + " in done.stderr
+#: Each command as a user types it. They share one process that does what ``python -m amp_compiler`` does, because
+#: starting Python with torch takes longer than most of them.
+TYPED = {
+    "explain": ["explain", "model.py:make", "--op", "softmax", "--graph", "forward", "--quiet"],
+    "convert": ["convert", "model.py:make", "-o", "process.pt2", "--json", "--dtype", "float16"],
+    "doctor": ["doctor", "--json"],
+    "dump": ["dump", "model.py:make", "--level", "O1"],  # the last, because it logs, to the process's own stderr
+}
+PROCESS = """
+import contextlib, io, json, os, runpy, sys
+found = {}
+for name, args in json.loads(sys.argv[1]).items():
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    os.environ["AMP_LOGS"] = "passes,casts" if name == "dump" else ""
+    sys.argv = ["amp-compiler", *args]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            runpy.run_module("amp_compiler", run_name="__main__")
+        except SystemExit as stop:
+            code = stop.code or 0
+    found[name] = (code, out.getvalue(), err.getvalue())
+print(json.dumps(found))
+"""
 
 
-def test_explain_as_a_process(user_folder: Path) -> None:
-    done = start(user_folder, "explain", "model.py:make", "--op", "softmax", "--graph", "forward", "--quiet")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "the op table" in done.stdout
+@pytest.fixture(scope="module")
+def done(user_folder: Path) -> dict[str, Done]:
+    ran = subprocess.run(
+        [sys.executable, "-c", PROCESS, json.dumps(TYPED)], cwd=user_folder, capture_output=True, text=True, check=True
+    )
+    found = {name: Done(*values) for name, values in json.loads(ran.stdout).items()}
+    return {**found, "dump": replace(found["dump"], stderr=found["dump"].stderr + ran.stderr)}
 
 
-def test_convert_as_a_process(user_folder: Path) -> None:
-    done = start(user_folder, "convert", "model.py:make", "-o", "process.pt2", "--json", "--dtype", "float16")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+def test_dump_as_a_process(done: dict[str, Done]) -> None:
+    dumped = done["dump"]
+    assert dumped.returncode == 0, dumped.stderr
+    assert "blocks.0.up  Linear" in dumped.stdout
+    assert "level O1, bfloat16" in dumped.stdout
+    assert "\x1b" not in dumped.stdout, "colour belongs on a terminal"
+    assert "[amp passes] forward insert_casts:" in dumped.stderr
+    assert "[amp casts] + " in dumped.stderr
+
+
+def test_explain_as_a_process(done: dict[str, Done]) -> None:
+    explained = done["explain"]
+    assert (explained.returncode, explained.stderr) == (0, "")
+    assert "the op table" in explained.stdout
+
+
+def test_convert_as_a_process(done: dict[str, Done], user_folder: Path) -> None:
+    converted = done["convert"]
+    assert converted.returncode == 0, converted.stderr
+    found = json.loads(converted.stdout)
     assert found["file_bytes"] == (user_folder / "process.pt2").stat().st_size
     assert found["stored_bytes"] < 0.6 * found["fp32_bytes"]
     assert found["snr_db"] > 30
@@ -58,19 +93,21 @@ def test_convert_as_a_process(user_folder: Path) -> None:
     assert program.state_dict["blocks.0.up.weight"].dtype is torch.float16
 
 
-def test_passes_as_a_process(user_folder: Path) -> None:
-    done = start(user_folder, "passes")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.index("normalize") < done.stdout.index("insert_casts") < done.stdout.index("fold_casts")
-
-
-def test_doctor_as_a_process(user_folder: Path) -> None:
-    done = start(user_folder, "doctor", "--json")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+def test_doctor_as_a_process(done: dict[str, Done]) -> None:
+    seen = done["doctor"]
+    assert seen.returncode == 0, seen.stderr
+    found = json.loads(seen.stdout)
     assert found["torch"] == torch.__version__
     assert [s["dtype"] for s in found["speeds"] if s["device"] == "cpu"] == ["float32", "float16", "bfloat16"]
     assert all(s["native"] > 0 and s["ours"] > 0 for s in found["speeds"])
+
+
+def test_passes_as_a_process_of_its_own(user_folder: Path) -> None:
+    """``python -m amp_compiler``: the tests' own process may not have the script on its PATH."""
+    command = [sys.executable, "-m", "amp_compiler", "passes"]
+    ran = subprocess.run(command, cwd=user_folder, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.index("normalize") < ran.stdout.index("insert_casts") < ran.stdout.index("fold_casts")
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
