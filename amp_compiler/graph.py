@@ -48,6 +48,7 @@ RESTORED = "amp_restored"  # gm.meta key: the Roles of outputs that a skipped up
 WEIGHTS = "amp_weights"  # gm.meta key: the graph that makes the low copies of weights, once an update
 PATH = "amp_path"  # node.meta key on an input that is a parameter or buffer: its path in the model
 ORIGIN = "amp_origin"  # node.meta key of the Origin (see passes/mark_dtype_origin.py)
+WIDE = "amp_wide"  # node.meta key on an input that counts as wide: what made it so (see wide.py)
 
 
 #: composite ops that give back their input itself when there is nothing to do, without saying so in their schema
@@ -73,7 +74,8 @@ class Mode(enum.Enum):
 class Decision:
     """The precision of one node and why. ``out`` holds the dtype of each output tensor (None: no float).
 
-    ``named``: what the node's own dtype argument has to become. ``numbers``: new values of number arguments.
+    ``named``: what the node's own dtype argument has to become. ``numbers``: new values of number arguments. ``wide``:
+    for each output, what made it wide, or an empty text (see ``wide.py``).
     """
 
     mode: Mode
@@ -85,6 +87,7 @@ class Decision:
     rule: str = ""  # short machine-readable source of the decision: "table", "exclude", "black_list" …
     named: torch.dtype | None = None
     numbers: tuple[tuple[str, float], ...] = ()
+    wide: tuple[str, ...] = ()
 
 
 def decision(node: fx.Node) -> Decision | None:
