@@ -37,6 +37,7 @@ META = "amp"  # node.meta key of the Decision
 PARAMETER = "amp_parameter"  # node.meta key, True on an input that is a leaf and needs a gradient
 REGION = "amp_region"  # node.meta key of the precision region a node stands in (see passes/normalize.py)
 DTYPE_OF = "amp_dtype_of"  # node.meta key: name of the node whose dtype this one names
+NUMBER_OF = "amp_number_of"  # node.meta key: name of the node whose dtype's limit (torch.finfo) is a number here
 STATE = "amp_state"  # gm.meta key: (output, input) positions of what the model keeps between calls
 CONSTANT = "amp_constant"  # node.meta key: the value of an input that is a constant of the model's code
 CLOSED = "amp_closed"  # gm.meta key: a body that no pass may look into
@@ -113,8 +114,9 @@ class Origin:
 
     ``follows``: the dtype that the node names was another tensor's, so it is not the author's explicit choice.
     ``of``: the name of that tensor's node, if known. ``twin``: the dtype of its result in the twin. ``numbers``:
-    (argument, value) of each number that is another one in the low dtype (``torch.finfo(x.dtype).min``). ``unsure``:
-    why the node is to stay as it was traced, if so.
+    (argument, value) of each number that is another one in the low dtype (``torch.finfo(x.dtype).min``);
+    ``numbers_of``: the name of the node that was asked for its dtype there, if known. ``unsure``: why the node is to
+    stay as it was traced, if so.
     """
 
     follows: bool = False
@@ -122,6 +124,7 @@ class Origin:
     numbers: tuple[tuple[str, float], ...] = ()
     unsure: str = ""
     of: str = ""
+    numbers_of: str = ""
 
 
 def origin(node: fx.Node) -> Origin | None:

@@ -20,7 +20,8 @@ For each node, the first rule that applies:
 
 A number that is the limit of its dtype (``torch.finfo(x.dtype).min``) becomes the low dtype's own limit where the
 op is low, or where it would else turn into an inf or a 0 further on.
-With ``Policy.torch`` the lists and rules of torch.autocast replace 2 to 10.
+With ``Policy.torch`` the lists and rules of torch.autocast replace 2 to 10, and numbers and dtypes that followed the
+dtype of a value follow the one that it has there.
 Requires: normalized. Ensures: assigned. A second run changes nothing.
 """
 
@@ -241,6 +242,10 @@ class _Assign:
 
     def creation(self, node: fx.Node, name: str) -> Decision:
         known, low = g.origin(node), self.region_low(node)
+        asked = self.dtype_asked(known.of) if known is not None and known.follows else None
+        if self.policy.autocast_device is not None and asked in g.LOW_DTYPES and name in FILLS:
+            reason = f"made in the dtype of {known.of}" if known is not None else ""
+            return Decision(Mode.NATIVE, asked, reason, out=(asked,), rule="creation", named=asked)
         follows = known is not None and known.follows and name in FILLS and self.counts_as_low(node)
         if follows and self.fits_into(node, low):
             reason = f"made in the dtype of another value, which is {dtype_name(low)}"
@@ -265,7 +270,7 @@ class _Assign:
         assert isinstance(source, fx.Node)
         assert known is not None
         value, forced = g.tensor_of(source), self.forced_dtype(node)
-        asked = g.dtype_of(self.by_name[known.of]) if known.of in self.by_name else None
+        asked = self.dtype_asked(known.of)
         if self.policy.autocast_device is not None and asked is not None:
             return asked
         if value is None or not (g.is_eligible(value) or value.dtype is torch.bool):
@@ -279,6 +284,10 @@ class _Assign:
         borders = list(self.low_border(source))
         inner = [n for n in borders if n.op == "call_function"] or borders
         return decisions.widest([g.dtype_of(n) for n in inner])
+
+    def dtype_asked(self, of: str) -> torch.dtype | None:
+        """The precision of the value that the model's code asked for its dtype, if it is known which it was."""
+        return g.dtype_of(self.by_name[of]) if of in self.by_name else None
 
     def low_border(self, node: fx.Node) -> Iterator[fx.Node]:
         """The nearest values at or before ``node`` that are low in the twin."""
@@ -339,12 +348,18 @@ class _Assign:
     def with_numbers(self, node: fx.Node, new: Decision) -> Decision:
         """Numbers that followed a dtype follow the op's precision, or the low dtype's range where that matters."""
         known = g.origin(node)
-        untouched = self.policy.autocast_device is not None or self.policy.level == "O0" or node in self.own_limits
+        untouched = self.policy.level == "O0" or node in self.own_limits
         if known is None or not known.numbers or untouched or self.region_low(node) not in g.LOW_DTYPES:
             return new
         given = dict(g.schema_args(node))
         low = any(d in g.LOW_DTYPES for d in new.out)
-        chosen = tuple((n, v) for n, v in known.numbers if low or not constants.fits(float(given[n]), self.policy.low))
+        may_reach_low = low or self.policy.autocast_device is None
+        if self.policy.autocast_device is not None and known.numbers_of in self.by_name:
+            low = self.dtype_asked(known.numbers_of) in g.LOW_DTYPES  # what the code would have seen under autocast
+        chosen = tuple(
+            (n, v) for n, v in known.numbers
+            if low or (may_reach_low and not constants.fits(float(given[n]), self.policy.low))
+        )  # fmt: skip
         if not chosen:
             return new
         name, value = chosen[0]
