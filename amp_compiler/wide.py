@@ -185,9 +185,13 @@ class Handed:
             self._calls.found[id(value)] = (weakref.ref(value), why)
 
     def why(self, value: Any) -> str:
-        """What made this very tensor wide in the running call; empty if it is not wide."""
-        known = self._calls.found.get(id(value))
-        return known[1] if known is not None and known[0]() is value else ""
+        """What made this tensor, or the one that it is a view of, wide in the running call; empty if nothing did."""
+        found = self._calls.found
+        for tensor in (value, value._base) if found and isinstance(value, torch.Tensor) else ():
+            known = found.get(id(tensor))
+            if known is not None and known[0]() is tensor:
+                return known[1]
+        return ""
 
     def from_piece(self, graph: fx.GraphModule, run: Callable[..., Any]) -> Callable[..., Any]:
         """``run``, which runs ``graph``, and remembers its wide results."""

@@ -120,6 +120,25 @@ def test_a_wide_value_stays_wide_across_a_graph_break() -> None:
     assert rows(compiled, "div") == [("float32", "reads the fp32 result of sum")]
 
 
+@torch._dynamo.disable
+def in_plain_python(x: Tensor) -> Tensor:
+    return x.view(-1, 1)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_view_that_plain_python_takes_of_a_wide_value_is_wide(grad: bool) -> None:
+    def leaves_the_graph(x: Tensor) -> Tensor:
+        h = x @ EYE
+        return h / in_plain_python(h.pow(2).sum(-1)).sqrt()
+
+    x = torch.randn(4, 256) * 100
+    compiled = amp_compile(leaves_the_graph, dtype=F16, backend="eager")
+    with torch.set_grad_enabled(grad):
+        ours = compiled(x.requires_grad_(grad))
+    assert float((ours.double() - by_hand("norm of rows")(x.half().double())).abs().max()) < 1e-6
+    assert rows(compiled, "div") == [("float32", "reads the fp32 result of sum")]
+
+
 def rows(compiled: AmpModule, op: str) -> list[tuple[str, str]]:
     return [(r.precision, r.reason.partition(" (")[0]) for r in compiled.report().rows if r.op == op]
 
