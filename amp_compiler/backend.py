@@ -28,6 +28,7 @@ from .policy import Policy, dtype_name
 from .report import Report, Row, build_report, cast_totals, graph_rows, kernel_counts
 from .scopes import Surroundings, inside_call, marked_modules, modules_of
 from .verify import deep_by_default, verify
+from .wide import Handed
 
 BACKENDS = ("auto", "eager", "inductor")
 
@@ -74,6 +75,7 @@ class State:
     notes: list[str] = field(default_factory=list)
     warned: set[str] = field(default_factory=set)
     entered: Surroundings = field(default_factory=Surroundings.now)  # the regions around the call that is running
+    handed: Handed = field(default_factory=Handed)  # wide values that pieces of that call gave
 
     def missed(self, reasons: Iterable[str]) -> None:
         """Graph breaks that no captured graph tells of, as when the code before them had no tensor op."""
@@ -110,13 +112,14 @@ class State:
 class Captured:
     """A function that runs in mixed precision: Dynamo captures it at its first call, ``backend`` rewrites the graphs.
 
-    ``target``: the model, or function, whose modules the policy names.
+    ``target``: the model, or function, whose modules the policy names. ``wide``: which of the arguments count as wide.
     """
 
     def __init__(
-        self, function: Callable[..., Any], target: Any, options: Options, state: State, backend: Backend | None = None
-    ) -> None:
-        self.options, self.state = options, state
+        self, function: Callable[..., Any], target: Any, options: Options, state: State, backend: Backend | None = None,
+        wide: Callable[..., Any] = lambda *args, **kwargs: None,
+    ) -> None:  # fmt: skip
+        self.options, self.state, self._wide = options, state, wide
         self._backend = backend or Backend(target, options, state)
         self._run = dynamo.compile_frame(
             function, self._backend, dynamic=options.dynamic, fullgraph=options.fullgraph
@@ -125,7 +128,8 @@ class Captured:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         state = self.state
         before, pieces = dynamo.Tally.now(), len(state.pieces)
-        with self._no_autocast(), dynamo.capture_settings(), inside_call() as surroundings:
+        wide = state.handed.call(self._wide(*args, **kwargs))
+        with self._no_autocast(), dynamo.capture_settings(), wide, inside_call() as surroundings:
             state.entered = surroundings
             if state.entered.scopes:
                 state.leave("a precision scope acts inside a model's code; around a call of it, it does nothing")
@@ -218,7 +222,7 @@ class Backend:
             result = self.run(graph, example_inputs)
         if not compiled:
             self.state.pieces.append(Piece(graph, graph_rows(graph, len(self.state.pieces)), cast_totals(graph)))
-        return result if compiled else graph.forward
+        return self.state.handed.from_piece(graph, result if compiled else graph.forward)
 
     def rewrite(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
         from .capture.lower import lower
@@ -230,6 +234,7 @@ class Backend:
             paths.setdefault(id(module), path)
         graph = lower(gm, example_inputs, self.options.policy, paths)
         graph.meta[g.STATE] = dynamo.kept_values(gm, example_inputs)
+        self.mark_wide(gm, graph, example_inputs)
         ctx = Context(
             self.options.policy,
             self.options.keep_output_dtypes,
@@ -245,6 +250,22 @@ class Backend:
         for note in ctx.notes:
             self.state.leave(note)
         return graph
+
+    def mark_wide(self, gm: fx.GraphModule, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+        """Tell ``assign_precision`` which inputs are wide. The same code may be called with one that is not, or the
+        other way round, so Dynamo's guards look at that too, unless the whole call is one graph."""
+        if self.options.policy.level != "O2" or self.options.policy.autocast_device is not None:
+            return
+        places = [n for n in graph.graph.nodes if n.op == "placeholder"]
+        own = {id(b) for m in modules_of(self.target).values() for b in m._buffers.values()}
+        for number, (place, value) in enumerate(zip(places, example_inputs, strict=False)):
+            if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter) or id(value) in own:
+                continue
+            if value.dtype is torch.float32:
+                if why := self.state.handed.why(value):
+                    place.meta[g.WIDE] = why
+                if not self.options.fullgraph:
+                    dynamo.guard_input(gm, number, self.state.handed.why)
 
     def around(self, gm: fx.GraphModule) -> tuple[str, torch.dtype | None] | None:
         """A region of the model's code that is not in the graph: Dynamo runs it as plain Python, because the graph

@@ -37,6 +37,7 @@ META = "amp"  # node.meta key of the Decision
 PARAMETER = "amp_parameter"  # node.meta key, True on an input that is a leaf and needs a gradient
 REGION = "amp_region"  # node.meta key of the precision region a node stands in (see passes/normalize.py)
 DTYPE_OF = "amp_dtype_of"  # node.meta key: name of the node whose dtype this one names
+NUMBER_OF = "amp_number_of"  # node.meta key: name of the node whose dtype's limit (torch.finfo) is a number here
 STATE = "amp_state"  # gm.meta key: (output, input) positions of what the model keeps between calls
 CONSTANT = "amp_constant"  # node.meta key: the value of an input that is a constant of the model's code
 CLOSED = "amp_closed"  # gm.meta key: a body that no pass may look into
@@ -48,6 +49,7 @@ RESTORED = "amp_restored"  # gm.meta key: the Roles of outputs that a skipped up
 WEIGHTS = "amp_weights"  # gm.meta key: the graph that makes the low copies of weights, once an update
 PATH = "amp_path"  # node.meta key on an input that is a parameter or buffer: its path in the model
 ORIGIN = "amp_origin"  # node.meta key of the Origin (see passes/mark_dtype_origin.py)
+WIDE = "amp_wide"  # node.meta key on an input that counts as wide: what made it so (see wide.py)
 
 
 #: composite ops that give back their input itself when there is nothing to do, without saying so in their schema
@@ -73,7 +75,8 @@ class Mode(enum.Enum):
 class Decision:
     """The precision of one node and why. ``out`` holds the dtype of each output tensor (None: no float).
 
-    ``named``: what the node's own dtype argument has to become. ``numbers``: new values of number arguments.
+    ``named``: what the node's own dtype argument has to become. ``numbers``: new values of number arguments. ``wide``:
+    for each output, what made it wide, or an empty text (see ``wide.py``).
     """
 
     mode: Mode
@@ -85,6 +88,7 @@ class Decision:
     rule: str = ""  # short machine-readable source of the decision: "table", "exclude", "black_list" …
     named: torch.dtype | None = None
     numbers: tuple[tuple[str, float], ...] = ()
+    wide: tuple[str, ...] = ()
 
 
 def decision(node: fx.Node) -> Decision | None:
@@ -110,8 +114,9 @@ class Origin:
 
     ``follows``: the dtype that the node names was another tensor's, so it is not the author's explicit choice.
     ``of``: the name of that tensor's node, if known. ``twin``: the dtype of its result in the twin. ``numbers``:
-    (argument, value) of each number that is another one in the low dtype (``torch.finfo(x.dtype).min``). ``unsure``:
-    why the node is to stay as it was traced, if so.
+    (argument, value) of each number that is another one in the low dtype (``torch.finfo(x.dtype).min``);
+    ``numbers_of``: the name of the node that was asked for its dtype there, if known. ``unsure``: why the node is to
+    stay as it was traced, if so.
     """
 
     follows: bool = False
@@ -119,6 +124,7 @@ class Origin:
     numbers: tuple[tuple[str, float], ...] = ()
     unsure: str = ""
     of: str = ""
+    numbers_of: str = ""
 
 
 def origin(node: fx.Node) -> Origin | None:

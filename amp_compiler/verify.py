@@ -20,6 +20,7 @@ from .errors import VerifyError
 from .graph import Mode
 from .ops.row import OpClass
 from .weights import moves
+from .wide import why_wide
 
 DEEP = "AMP_VERIFY"
 
@@ -104,6 +105,10 @@ def _assigned(gm: fx.GraphModule, ctx: Any, where: str) -> None:
             _fail(where, node, "would have an argument cast that it writes to: the write would be lost.")
         if known.precision in low_dtypes and known.cls is OpClass.FP32 and known.rule == "table":
             _fail(where, node, "is on the black list and low.")
+        if known.precision in low_dtypes and known.mode is Mode.CAST and known.rule in ("table", "follow_list"):
+            wide = next((why for _, a in g.tensor_args(node) if (why := why_wide(a))), "")
+            if wide and known.cls is not OpClass.LOW:
+                _fail(where, node, f"rounds {wide}, which only a white-listed op may do.")
 
 
 def _written_and_cast(node: fx.Node, known: g.Decision) -> bool:

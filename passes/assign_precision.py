@@ -15,11 +15,13 @@ For each node, the first rule that applies:
 9. at O2 and O3 in a conversion, a lookup in a parameter: low, as the parameter is stored
 10. the policy's class of the op at the level (DESIGN §3), unless a constant does not fit the low dtype;
    a FOLLOW op that answers (a comparison, an argmax, a sort with its indices) takes the widest of its inputs
-   at every level, because rounding them could only change the answer
+   at every level, because rounding them could only change the answer; at O2 a FOLLOW op that reads a *wide* value,
+   one that an fp32 op made, is fp32 (``amp_compiler/wide.py``)
 
 A number that is the limit of its dtype (``torch.finfo(x.dtype).min``) becomes the low dtype's own limit where the
 op is low, or where it would else turn into an inf or a 0 further on.
-With ``Policy.torch`` the lists and rules of torch.autocast replace 2 to 10.
+With ``Policy.torch`` the lists and rules of torch.autocast replace 2 to 10, and numbers and dtypes that followed the
+dtype of a value follow the one that it has there.
 Requires: normalized. Ensures: assigned. A second run changes nothing.
 """
 
@@ -44,6 +46,7 @@ from amp_compiler.ops import torch_lists
 from amp_compiler.ops.row import OpClass
 from amp_compiler.policy import Choice, dtype_name
 from amp_compiler.weights import misfits
+from amp_compiler.wide import WideRule, why_wide, wide_outputs
 
 from .base import Context, Dialect, Pass
 from .normalize import Region
@@ -64,6 +67,8 @@ NATIVE_INPLACE = ("add_", "sub_", "mul_", "div_", "copy_")
 #: higher-order ops whose body simply runs here: position of the body among the arguments
 TRANSPARENT = {"tag_activation_checkpoint": 0, "wrap_with_set_grad_enabled": 1}
 AUTOGRAD_FUNCTION = "autograd_function_apply"
+#: higher-order ops that give results of their body to it again: position of the values among the arguments
+LOOPS = {"while_loop": 2, "scan": 1}
 
 
 def run(gm: fx.GraphModule, ctx: Context) -> bool:
@@ -91,11 +96,13 @@ def _held_by_weights(gm: fx.GraphModule, ctx: Context) -> dict[fx.Node, Held]:
 class _Assign:
     def __init__(
         self, gm: fx.GraphModule, ctx: Context, *, native: bool = False, own_limits: frozenset[fx.Node] = frozenset(),
-        carried: dict[fx.Node, Held] | None = None,
+        carried: dict[fx.Node, Held] | None = None, wide: dict[fx.Node, str] | None = None,
     ) -> None:  # fmt: skip
         self.gm, self.ctx, self.policy = gm, ctx, ctx.policy
         self.own_limits = own_limits  # nodes whose numbers stay what they were in fp32
         self.native = native  # a body that no policy governs (the backward of a custom function)
+        self.given_constants = dict(carried or {})
+        self.given_wide = dict(wide or {})
         self.carried: dict[fx.Node, Held] = dict(carried or {})  # values that hold a constant which low cannot
         self.asked: dict[fx.Node, str] = {}  # values that the author cast to fp32 or that come of such, and which
         self.neutral: set[fx.Node] = set()  # floats made of integers, or by the model's code itself
@@ -106,26 +113,56 @@ class _Assign:
         like_autocast = self.policy.autocast_device is not None or self.policy.level == "O0"
         self.values = {} if like_autocast else constants.evaluate(gm, self.memory.written, self.limits)
         self.needs_fp32 = self.makers_in_fp32() if self.policy.autocast_device is None else {}
+        self.wide = WideRule(gm, self.policy, self.values)
+        self.take_wide: dict[fx.Node, str] = {}  # makers of low values that a wide one is written into
 
     def run(self, inputs: Sequence[torch.dtype | None] | None = None) -> None:
+        self.walk(inputs)
+        while new := {node: why for node, why in self.take_wide.items() if node not in self.needs_fp32}:
+            self.needs_fp32 |= new
+            self.carried, self.asked, self.neutral = dict(self.given_constants), {}, set()
+            self.walk(inputs)
+
+    def walk(self, inputs: Sequence[torch.dtype | None] | None) -> None:
         place = 0
         for node in self.gm.graph.nodes:
             if node.op == "placeholder":
                 known = inputs[place] if inputs is not None and place < len(inputs) else None
                 out = (known,) if known is not None else decisions.traced(node)
                 new = Decision(Mode.NATIVE, None, "an input: keeps its dtype", out=out, rule="input")
+                why = self.given_wide.get(node) or node.meta.get(g.WIDE, "")
+                if why and self.wide.applies and out == (torch.float32,):
+                    new = replace(new, wide=(why,))
                 place += 1
             elif node.op == "get_attr":
                 new = Decision(
                     Mode.NATIVE, None, "a constant: keeps its dtype", out=decisions.traced(node), rule="input"
                 )
             elif node.op == "call_function":
-                new = self.with_numbers(node, self.decide(node))
+                new = self.wide.noted(node, self.with_numbers(node, self.decide(node)))
+                if new.rule == "in_place":
+                    self.note_written(node, new)
             else:
                 continue
             self.carry(node, new)
             self.note_asked(node, new)
             g.decide(node, new)
+
+    def note_written(self, node: fx.Node, new: Decision) -> None:
+        """Where a wide value is written into another: what shares its memory is wide too. If it is low, it must be
+        made in fp32, unless a product made it: that stays low, as under autocast, and the write rounds."""
+        if not self.wide.applies or node not in self.memory.written:
+            return
+        shared = self.memory.shared_with(node)
+        if any(new.wide):
+            for other in shared:
+                if (known := g.decision(other)) is not None and known.out == new.out and not known.wide:
+                    g.decide(other, replace(known, wide=new.wide))
+            return
+        why = next((why for n, a in g.tensor_args(node) if n not in g.mutated_args(node) and (why := why_wide(a))), "")
+        maker = shared[0]
+        if why and maker.op == "call_function" and self.policy.classify(g.op_name(maker)).cls is not OpClass.LOW:
+            self.take_wide[maker] = f"{why} is written into its result"
 
     def low_dtypes(self) -> tuple[torch.dtype, ...]:
         """Every low dtype that some part of the graph may run in."""
@@ -206,6 +243,10 @@ class _Assign:
 
     def creation(self, node: fx.Node, name: str) -> Decision:
         known, low = g.origin(node), self.region_low(node)
+        asked = self.dtype_asked(known.of) if known is not None and known.follows else None
+        if self.policy.autocast_device is not None and asked in g.LOW_DTYPES and name in FILLS:
+            reason = f"made in the dtype of {known.of}" if known is not None else ""
+            return Decision(Mode.NATIVE, asked, reason, out=(asked,), rule="creation", named=asked)
         follows = known is not None and known.follows and name in FILLS and self.counts_as_low(node)
         if follows and self.fits_into(node, low):
             reason = f"made in the dtype of another value, which is {dtype_name(low)}"
@@ -230,7 +271,7 @@ class _Assign:
         assert isinstance(source, fx.Node)
         assert known is not None
         value, forced = g.tensor_of(source), self.forced_dtype(node)
-        asked = g.dtype_of(self.by_name[known.of]) if known.of in self.by_name else None
+        asked = self.dtype_asked(known.of)
         if self.policy.autocast_device is not None and asked is not None:
             return asked
         if value is None or not (g.is_eligible(value) or value.dtype is torch.bool):
@@ -244,6 +285,10 @@ class _Assign:
         borders = list(self.low_border(source))
         inner = [n for n in borders if n.op == "call_function"] or borders
         return decisions.widest([g.dtype_of(n) for n in inner])
+
+    def dtype_asked(self, of: str) -> torch.dtype | None:
+        """The precision of the value that the model's code asked for its dtype, if it is known which it was."""
+        return g.dtype_of(self.by_name[of]) if of in self.by_name else None
 
     def low_border(self, node: fx.Node) -> Iterator[fx.Node]:
         """The nearest values at or before ``node`` that are low in the twin."""
@@ -304,12 +349,18 @@ class _Assign:
     def with_numbers(self, node: fx.Node, new: Decision) -> Decision:
         """Numbers that followed a dtype follow the op's precision, or the low dtype's range where that matters."""
         known = g.origin(node)
-        untouched = self.policy.autocast_device is not None or self.policy.level == "O0" or node in self.own_limits
+        untouched = self.policy.level == "O0" or node in self.own_limits
         if known is None or not known.numbers or untouched or self.region_low(node) not in g.LOW_DTYPES:
             return new
         given = dict(g.schema_args(node))
         low = any(d in g.LOW_DTYPES for d in new.out)
-        chosen = tuple((n, v) for n, v in known.numbers if low or not constants.fits(float(given[n]), self.policy.low))
+        may_reach_low = low or self.policy.autocast_device is None
+        if self.policy.autocast_device is not None and known.numbers_of in self.by_name:
+            low = self.dtype_asked(known.numbers_of) in g.LOW_DTYPES  # what the code would have seen under autocast
+        chosen = tuple(
+            (n, v) for n, v in known.numbers
+            if low or (may_reach_low and not constants.fits(float(given[n]), self.policy.low))
+        )  # fmt: skip
         if not chosen:
             return new
         name, value = chosen[0]
@@ -393,13 +444,17 @@ class _Assign:
         by_list = choice.rule in ("white_list", "black_list")
         if asked and not by_list and (cls is OpClass.LOW or level == "O3" or (cls is OpClass.FOLLOW and level == "O2")):
             return decisions.cast(node, torch.float32, f"computes with {asked}", "asked", choice)
+        wide = self.wide.asks_for_fp32(node, [a for _, a in floats], choice)
+        if wide and not answers and cls is not OpClass.FP32:
+            return decisions.cast(node, torch.float32, wide, "wide", choice)
         if cls is OpClass.LOW or (cls is OpClass.FOLLOW and level in ("O2", "O3") and not answers):
             return self.checked(node, name, low, choice.reason, choice.rule, choice, floats)
         if cls is OpClass.FP32 and level == "O3" and choice.rule == "table":
             return self.checked(node, name, low, f"level O3: everything low ({choice.reason})", "level", choice, floats)
         if cls is OpClass.FP32:
             main = g.dtype_of(floats[0][1])
-            if level == "O2" and choice.rule == "table" and row is not None and row.fp32_inside and main == low:
+            inside = row is not None and row.fp32_inside and main == low and not wide
+            if level == "O2" and choice.rule == "table" and row is not None and inside:
                 reason = f"fp32 inside torch's kernel, low in and out: {choice.reason}"
                 value = g.tensor_of(floats[0][1])
                 on_cpu = value is not None and value.device.type == "cpu"
@@ -421,6 +476,8 @@ class _Assign:
         given = [a for _, a in floats]
         filled = [a for a in given if not _is_empty(a)] or given  # an empty KV cache decides nothing
         dtype = decisions.widest([g.dtype_of(a) for a in filled])
+        if dtype in g.LOW_DTYPES and (wide := self.wide.asks_for_fp32(node, given, choice)):
+            return decisions.cast(node, torch.float32, wide, "wide", choice)
         if dtype in g.LOW_DTYPES:
             return self.checked(
                 node,
@@ -638,7 +695,7 @@ class _Assign:
             given = node.args[TRANSPARENT[name] + 1 :]
             self.inside(node, bodies[0], native=self.native).run([_flow(a) for a in given])
             return Decision(Mode.NATIVE, None, f"{name}: its body has precisions of its own",
-                            out=_body_outputs(bodies[0]), rule="transparent")  # fmt: skip
+                            out=_body_outputs(bodies[0]), rule="transparent", wide=wide_outputs(bodies[0]))  # fmt: skip
         if name == AUTOGRAD_FUNCTION and len(bodies) == 2 and like_autocast and not self.native:
             forward, backward = bodies
             _Assign(forward, self.ctx).run([_flow(a) for a in node.args[2:]])
@@ -649,21 +706,40 @@ class _Assign:
             return Decision(Mode.NATIVE, None, "a custom autograd function: its forward as autocast would run it",
                             out=out, rule="transparent")  # fmt: skip
         if name == AUTOGRAD_FUNCTION:
-            for body in bodies:
-                _Assign(body, self.ctx, native=True).run()
-            return decisions.as_traced(
+            for number, body in enumerate(bodies):
+                (self.inside(node, body, native=True) if number == 0 else _Assign(body, self.ctx, native=True)).run()
+            new = decisions.as_traced(
                 node, "a custom autograd function: forward and backward keep their dtypes", "opaque"
             )
+            return replace(new, wide=_together([wide_outputs(bodies[0])] if bodies else [], len(new.out)))
         for body in bodies:
             self.inside(node, body, native=self.native).run()
-        return decisions.as_traced(node, f"{name}: values keep their dtypes at its border, its bodies are rewritten",
-                              "sealed")  # fmt: skip
+        if name in LOOPS and bodies:
+            self.again(node, bodies[-1], len(pytree.tree_leaves(node.args[LOOPS[name]])))
+        new = decisions.as_traced(node, f"{name}: values keep their dtypes at its border, its bodies are rewritten",
+                                  "sealed")  # fmt: skip
+        return replace(new, wide=_together([wide_outputs(body) for body in bodies], len(new.out)))
 
-    def inside(self, node: fx.Node, body: fx.GraphModule, *, native: bool) -> _Assign:
-        """The same for a graph inside a node; it knows which of its inputs hold constants."""
+    def again(self, node: fx.Node, body: fx.GraphModule, carried: int) -> None:
+        """The body of a loop, whose first results are its first inputs in the next round: wide ones are wide there."""
+        places = [n for n in body.graph.nodes if n.op == "placeholder"]
+        wide: dict[fx.Node, str] = {}
+        while True:
+            found = zip(places[:carried], wide_outputs(body)[:carried], strict=False)
+            new = {place: why for place, why in found if why and not why_wide(place)}
+            if not new:
+                return
+            wide |= new
+            self.inside(node, body, native=self.native, wide=wide).run()
+
+    def inside(
+        self, node: fx.Node, body: fx.GraphModule, *, native: bool, wide: dict[fx.Node, str] | None = None
+    ) -> _Assign:
+        """The same for a graph inside a node; it knows which of its inputs hold constants and which are wide."""
         pairs = list(g.operands(node, body))
         held = {place: self.carried[given] for place, given in pairs if given in self.carried}
-        return _Assign(body, self.ctx, native=native, carried=held)
+        given_wide = {place: why for place, given in pairs if (why := why_wide(given))}
+        return _Assign(body, self.ctx, native=native, carried=held, wide=given_wide | (wide or {}))
 
 
 # ------------------------------------------------------------------------------------------- small facts
@@ -680,6 +756,13 @@ def _strides_fit(floats: list[tuple[str, fx.Node]], dtype: torch.dtype, stride_b
     values = [v for _, a in floats if stride_bytes and (v := g.tensor_of(a)) is not None and v.dim() > 1]
     strides = [s for v in values for s in v.stride() if type(s) is not int or s != 1]
     return all(statically_known_true(s * dtype.itemsize % stride_bytes == 0) for s in strides)
+
+
+def _together(wide: Sequence[tuple[str, ...]], number: int) -> tuple[str, ...]:
+    """Each result of a higher-order op is wide if one of its bodies makes it so; ``wide``: of each body's results."""
+    alike = [given[:number] for given in wide if len(given) >= number]
+    found = tuple(next(filter(None, whys), "") for whys in zip(*alike, strict=True))
+    return found if any(found) else ()
 
 
 def _flow(value: Any) -> torch.dtype | None:

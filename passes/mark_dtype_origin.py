@@ -144,7 +144,7 @@ class _Comparison:
             )  # fmt: skip
         new.meta.update(ours.meta)
         numbers = (("fill_value", limit),) if limit != float(mine.new_tensor(value).to(self.low)) else ()
-        new.meta[g.ORIGIN] = Origin(True, self.low, numbers)
+        new.meta[g.ORIGIN] = Origin(True, self.low, numbers, of=self.asked(ours, theirs))
         ours.replace_all_uses_with(new)
         self.gm.graph.erase_node(ours)
         self.modified = True
@@ -164,13 +164,17 @@ class _Comparison:
             (name, float(other[name])) for name, value in mine.items()
             if _is_number(value) and _is_number(other.get(name)) and value != other[name]
         )  # fmt: skip
-        return Origin(follows, _result(theirs), numbers, of=self.asked(ours, theirs) if follows else "")
+        of = self.asked(ours, theirs) if follows else ""
+        return Origin(
+            follows, _result(theirs), numbers, of=of,
+            numbers_of=self.asked(ours, theirs, g.NUMBER_OF) if numbers else "",
+        )  # fmt: skip
 
-    def asked(self, ours: fx.Node, theirs: fx.Node) -> str:
+    def asked(self, ours: fx.Node, theirs: fx.Node, key: str = g.DTYPE_OF) -> str:
         """The name of the node whose dtype a cast names: ``x.to(y)`` says it, ``x.to(y.dtype)`` was followed."""
-        if g.DTYPE_OF in ours.meta:
-            return str(ours.meta[g.DTYPE_OF])
-        found = self.by_name.get(theirs.meta.get(g.DTYPE_OF, ""))
+        if key in ours.meta:
+            return str(ours.meta[key])
+        found = self.by_name.get(theirs.meta.get(key, ""))
         other = self.ours.get(found) if found is not None else None
         return other.name if other is not None else ""
 

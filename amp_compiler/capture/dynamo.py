@@ -138,6 +138,26 @@ def input_sources(gm: fx.GraphModule) -> list[str]:
     return found
 
 
+def guard_input(gm: fx.GraphModule, number: int, fact: Callable[[Any], Any]) -> None:
+    """Compile the frame again when an input comes for which ``fact(value)`` is not as true as it is now.
+
+    torch 2.13 internals: a guard in the tracing context becomes a check of the compiled frame, if it is there before
+    the backend returns; no public way leads to a check of one's own.
+    """
+    node = [n for n in gm.graph.nodes if n.op == "placeholder"][number]
+    source, context = getattr(node, "_dynamo_source", None), torch._guards.TracingContext.try_get()
+    if source is None or context is None:
+        return
+
+    def create(builder: Any, guard: Any) -> None:
+        expected = bool(fact(builder.get(guard)))
+        builder.get_guard_manager(guard).add_lambda_guard(
+            lambda value: bool(fact(value)) is expected, [f"wide({source.name}) is {expected}"], guard.user_stack
+        )
+
+    context.guards_context.dynamo_guards.add(source.make_guard(create))
+
+
 def _assigned() -> Iterator[tuple[dict[str, Any], str, Any]]:
     """(dictionary, key, Dynamo's value) of each attribute that holds a tensor after the code that is being compiled
     has run. Buffers of modules are items of dictionaries; what else a module or object holds is a stored attribute."""

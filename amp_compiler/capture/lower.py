@@ -75,8 +75,9 @@ def lower(
     for _, inner in g.all_graphs(lowered):
         annotate_origin(inner, modules)
         for node in inner.graph.nodes:
-            if isinstance(of := node.meta.get(g.DTYPE_OF), fx.Node):
-                node.meta[g.DTYPE_OF] = of.name  # names are final only now
+            for key in (g.DTYPE_OF, g.NUMBER_OF):
+                if isinstance(of := node.meta.get(key), fx.Node):
+                    node.meta[key] = of.name  # names are final only now
     lowered.meta.update(gm.meta)
     lowered.meta[g.LOSS] = loss
     lowered.meta[g.OUTPUT_DTYPES] = _output_dtypes(gm)
@@ -244,14 +245,15 @@ class _LoweringInterpreter(fx.Interpreter):
             return super().run_node(n)
         before = [(x, get_proxy_slot(x, mode.tracer, None)) for x in inputs]
         result = super().run_node(n)
-        of = n.meta.get(g.DTYPE_OF)
+        named = {key: n.meta[key] for key in (g.DTYPE_OF, g.NUMBER_OF) if key in n.meta}
         if n.op == "call_method" and n.target == "to" and len(n.args) > 1 and isinstance(n.args[1], fx.Node):
-            of = n.args[1].name  # ``x.to(y)``, of which only y's dtype is left below
-        asked = next((v for k, v in self.env.items() if k.name == of), None) if of is not None else None
-        if isinstance(asked, torch.Tensor) and isinstance(result, torch.Tensor):
-            made, source = (get_proxy_slot(v, mode.tracer, None) for v in (result, asked))
-            if made is not None and source is not None:
-                made.proxy.node.meta[g.DTYPE_OF] = source.proxy.node
+            named[g.DTYPE_OF] = n.args[1].name  # ``x.to(y)``, of which only y's dtype is left below
+        for key, of in named.items():
+            asked = next((v for k, v in self.env.items() if k.name == of), None)
+            if isinstance(asked, torch.Tensor) and isinstance(result, torch.Tensor):
+                made, source = (get_proxy_slot(v, mode.tracer, None) for v in (result, asked))
+                if made is not None and source is not None:
+                    made.proxy.node.meta[key] = source.proxy.node
         for x, proxy in before:
             if result is x and proxy is not None:
                 return _apart(x, proxy, mode.tracer)

@@ -11,8 +11,9 @@ torch 2.13 internals, and why: ``InstructionTranslator.current_tx`` and ``conver
 is being compiled, and the function that reads one; no public way leads to either), ``FakeTensorMode.from_tensor`` and
 ``torch._dynamo.utils.run_node`` (wrapped while the twin is read, for this thread only: there tensors become low, and
 operands of two dtypes are promoted where torch would refuse them), ``TensorVariable.method_attr_dtype``,
-``ConstantVariable.as_proxy`` and ``SubgraphTracer.create_proxy`` (wrapped likewise, to follow a dtype from the tensor
-that was asked for it to the call that names it).
+``ConstantVariable.as_proxy`` and ``var_getattr``, ``UserDefinedClassVariable.call_function`` and
+``SubgraphTracer.create_proxy`` (wrapped likewise, to follow a dtype, or a limit of it, from the tensor that was asked
+for it to the call that names it).
 """
 
 from __future__ import annotations
@@ -179,37 +180,60 @@ def _lowered(fake: Any, low: torch.dtype, parameter: bool) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _followed_dtypes() -> Iterator[None]:
-    """While Dynamo reads: note on each call that names a dtype the tensor whose dtype it is (``g.DTYPE_OF``)."""
+    """While Dynamo reads: note on each call that names a dtype the tensor whose dtype it is (``g.DTYPE_OF``), and on
+    each that has a limit of a dtype as a number (``torch.finfo(x.dtype).min``) likewise (``g.NUMBER_OF``)."""
     from torch._dynamo.output_graph import SubgraphTracer
     from torch._dynamo.variables.constant import ConstantVariable
     from torch._dynamo.variables.tensor import TensorVariable
+    from torch._dynamo.variables.user_defined import UserDefinedClassVariable
 
     ask, use, call = TensorVariable.method_attr_dtype, ConstantVariable.as_proxy, SubgraphTracer.create_proxy
+    make, read = UserDefinedClassVariable.call_function, ConstantVariable.var_getattr
     thread = threading.get_ident()
     asked: dict[int, tuple[Any, fx.Node]] = {}  # by id of Dynamo's constant: the constant, and the tensor's node
-    named: list[fx.Node] = []
+    named: list[tuple[Any, fx.Node]] = []  # a constant that goes into the next call
+
+    def from_tensor(found: Any, node: fx.Node | None) -> Any:
+        """``found``, remembered as a constant that comes of the dtype of ``node``."""
+        if threading.get_ident() != thread or node is None or not found.is_python_constant():
+            return found
+        found = copy.copy(found)  # Dynamo may share one object among equal constants
+        asked[id(found)] = (found, node)
+        return found
+
+    def source_of(constant: Any) -> fx.Node | None:
+        return asked[id(constant)][1] if id(constant) in asked else None
 
     def method_attr_dtype(tensor: Any, tx: Any) -> Any:
         found = ask(tensor, tx)
-        if threading.get_ident() == thread and isinstance(found, ConstantVariable):
-            found = copy.copy(found)
-            asked[id(found)] = (found, tensor.as_proxy().node)
-        return found
+        return from_tensor(found, tensor.as_proxy().node) if isinstance(found, ConstantVariable) else found
+
+    def call_function(cls: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        found = make(cls, tx, args, kwargs)
+        limits = cls.value in (torch.finfo, torch.iinfo) and args
+        return from_tensor(found, source_of(args[0])) if limits else found
+
+    def var_getattr(constant: Any, tx: Any, name: str) -> Any:
+        return from_tensor(read(constant, tx, name), source_of(constant))
 
     def as_proxy(constant: Any) -> Any:
         if threading.get_ident() == thread and id(constant) in asked:
-            named.append(asked[id(constant)][1])
+            named.append((constant.as_python_constant(), asked[id(constant)][1]))
         return use(constant)
 
     def create_proxy(tracer: Any, *args: Any, **kwargs: Any) -> Any:
         proxy = call(tracer, *args, **kwargs)
         if threading.get_ident() == thread and named:
-            if any(isinstance(v, torch.dtype) for v in pytree.tree_leaves((proxy.node.args, proxy.node.kwargs))):
-                proxy.node.meta[g.DTYPE_OF] = named[-1].name
+            leaves = pytree.tree_leaves((proxy.node.args, proxy.node.kwargs))
+            for value, node in named:
+                if any(type(leaf) is type(value) and leaf == value for leaf in leaves):
+                    proxy.node.meta[g.DTYPE_OF if isinstance(value, torch.dtype) else g.NUMBER_OF] = node.name
             named.clear()
         return proxy
 
     with (
+        mock.patch.object(UserDefinedClassVariable, "call_function", call_function),
+        mock.patch.object(ConstantVariable, "var_getattr", var_getattr),
         mock.patch.object(TensorVariable, "method_attr_dtype", method_attr_dtype),
         mock.patch.object(ConstantVariable, "as_proxy", as_proxy),
         mock.patch.object(SubgraphTracer, "create_proxy", create_proxy),

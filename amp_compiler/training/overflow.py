@@ -46,7 +46,7 @@ class Overflow:
 class Circumstances:
     """What is known beside the graph. ``names``: id of a tensor → its path in the model. ``finite_unscaled``: with a
     scale of 1 all gradients of the batch are finite. ``changed``: the batch's tensors were written to since it ran.
-    ``adapts``: the scale is a dynamic scaler's."""
+    ``adapts``: the scale is a dynamic scaler's. ``skipped``: the update was; else only the loss was not finite."""
 
     names: Mapping[int, str]
     buffers: frozenset[int]
@@ -56,6 +56,7 @@ class Circumstances:
     finite_unscaled: bool
     changed: bool
     adapts: bool = True
+    skipped: bool = True
 
 
 def explain(probe: Probe, loss: Tensor, hit: Iterable[str], known: Circumstances) -> Overflow:
@@ -64,7 +65,8 @@ def explain(probe: Probe, loss: Tensor, hit: Iterable[str], known: Circumstances
     of = f", micro-batch {known.batch + 1} of {known.batches}" if known.batches > 1 else ""
     if found is None:
         why = "its tensors were written to since" if known.changed else "the model or the batch is another by now"
-        text = f"The update was skipped{of}, and when the batch ran again all was finite: {why}."
+        what = "The update was skipped" if known.skipped else "The loss was not finite"
+        text = f"{what}{of}, and when the batch ran again all was finite: {why}."
         return Overflow(text, "unknown", scale=known.scale, batch=known.batch)
     phase, seen = found
     answer = _of_input(seen, known, of) if phase == "input" else _of_op(probe, phase, seen, known, of)

@@ -1,4 +1,7 @@
-"""The batch of a skipped update once more, with checks, and everything of the run left as it was."""
+"""The batch of a skipped update, or of a loss that is not finite, once more, with checks.
+
+Everything of the run is left as it was.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +24,25 @@ from .window import Batch, Window, rng_state, set_rng_state
 def explain_last_update(
     captured: Callable[..., Any] | None, probe: Probe, owner: Owner, window: Window, adapts: bool
 ) -> Overflow:
-    """What made the last update overflow. ``captured`` runs a batch, through ``probe`` while that is looking;
-    ``adapts``: the scale is a dynamic one."""
+    """What made the last update overflow, or its loss. ``captured`` runs a batch, through ``probe`` while that is
+    looking; ``adapts``: the scale is a dynamic one."""
     batch = next((b for b in window.batches if b.overflowed()), None)
+    skipped = batch is not None
+    if batch is None and (of_sum := _explain_sum(owner, window)) is not None:
+        return of_sum
+    batch = batch or next((b for b in window.batches if b.lost()), None)
     if batch is None or captured is None:
-        return _explain_sum(owner, window) or Overflow(_nothing(window))
-    assert window.scale is not None
-    scale = float(window.scale)
+        return Overflow(_nothing(window))
+    scale = 1.0 if window.scale is None else float(window.scale)
     parameters = [p for p in owner.parameters() if p.requires_grad]
     _, plain, _ = _look(captured, probe, owner, window, batch, parameters, 1.0)
     loss, gradients, seen = _look(captured, probe, owner, window, batch, parameters, scale)
     names = {id(tensor): name for name, tensor in {**owner.named_parameters(), **owner.buffers()}.items()}
     hit = [names.get(id(p), "?") for p, ok in zip(parameters, gradients, strict=True) if not ok]
     buffers = frozenset(id(b) for b in owner.buffers().values())
-    known = Circumstances(names, buffers, batch.number, window.size, scale, all(plain), batch.changed(), adapts)
+    known = Circumstances(
+        names, buffers, batch.number, window.size, scale, all(plain), batch.changed(), adapts, skipped
+    )
     return explain(seen, loss, hit, known)
 
 
@@ -43,7 +51,7 @@ def _nothing(window: Window) -> str:
         return "The batch that failed came before the checkpoint that this run was resumed from, and is not here."
     if not window.batches:
         return "No batch is there to look at: call explain_overflow() right after the step that was skipped."
-    return "The last update was not skipped: all its gradients are finite."
+    return "The last update was not skipped: its loss and all its gradients are finite."
 
 
 def _explain_sum(owner: Owner, window: Window) -> Overflow | None:

@@ -21,6 +21,7 @@ from ..backend import Captured, Options, State
 from ..capture.dynamo import remedy, with_own_code
 from ..compile import AmpMethod, AmpModule
 from ..errors import AmpWarning, ArgumentError, CaptureError, PipelineError, VerifyError
+from ..kernels.all_finite import all_finite
 from ..kernels.norm import total_norm
 from ..ops.names import OpLike
 from ..policy import Policy, dtype_name
@@ -29,6 +30,7 @@ from ..scalers import DynamicLossScaler, LossScaler, StaticLossScaler
 from ..update import apply_update
 from ..verify import deep_by_default
 from . import checkpoint
+from .loss_watch import LossWatch
 from .overflow import Overflow
 from .owner import Owner
 from .pieces import PieceBackend, Pieces
@@ -51,7 +53,8 @@ class StepResult:
     ``loss``: of this batch, not scaled. ``skipped``: True if this call was to update the weights and did not, because a
     gradient was not finite. ``scale``: what the loss was multiplied by. ``grad_norm``: of all gradients of this update
     so far, unscaled, before clipping. ``updated``: True if this call did update the weights; a learning-rate scheduler
-    goes by it.
+    goes by it. ``loss_finite``: False if the loss is inf or NaN. That alone skips nothing: if the gradients are finite,
+    the weights are updated, and a warning is given.
     """
 
     loss: Tensor
@@ -59,6 +62,7 @@ class StepResult:
     scale: Tensor
     grad_norm: Tensor
     updated: Tensor
+    loss_finite: Tensor
 
 
 def compile_train_step(
@@ -188,6 +192,8 @@ class TrainStep:
         self._whole: Captured | None = None
         self._pieces: Pieces | None = None
         self._loss = torch.full((), float("nan"), device=self._device)  # of the last batch
+        self._loss_finite = self._loss.isfinite()
+        self._loss_watch = LossWatch(self._device)
         self._one = torch.ones((), device=self._device)
         self._false = torch.zeros((), dtype=torch.bool, device=self._device)
         self._true = torch.ones((), dtype=torch.bool, device=self._device)
@@ -223,8 +229,10 @@ class TrainStep:
             with torch.enable_grad():
                 loss = self._run(args, kwargs, targets)
             batch.found = window.found
+            batch.loss_finite = self._loss_finite = loss.detach().isfinite().reshape(())
             window.batches.append(batch)
         self._loss = loss.detach()
+        self._loss_watch.see(self._loss_finite, first=window.done == 1)
         if window.done < window.size:
             return self._result(loss, self._norm(), updated=False)
         return self._update(loss)
@@ -263,13 +271,13 @@ class TrainStep:
     def _capture_whole(self) -> Captured:
         options = dataclasses.replace(self._options, fullgraph=True)
         backend = WholeStep(self._owner, options, self._state, self._window, self._probe)
-        return Captured(self._function(mark=True), self.model, options, self._state, backend)
+        return Captured(self._function(mark=True), self.model, options, self._state, backend, wide=_targets)
 
     def _start_pieces(self, reason: str, args: tuple[Any, ...], kwargs: Any, targets: Any) -> Tensor:
         """The model is not one graph; if the pieces run, it stays so."""
         state = State()
         backend = PieceBackend(self.model, self._options, state, self._probe)
-        captured = Captured(self._function(mark=False), self.model, self._options, state, backend)
+        captured = Captured(self._function(mark=False), self.model, self._options, state, backend, wide=_targets)
         pieces = Pieces(captured, self._owner, self._window)
         try:
             loss = pieces(args, kwargs, targets)
@@ -317,19 +325,22 @@ class TrainStep:
                 multiply_(self._gradients(), torch.clamp(self.max_grad_norm / (result.grad_norm + 1e-6), max=1.0))
         if window.found is None:
             self.optimizer.step()
+            self._loss_watch.end(norm.isfinite(), host_has_waited=False)
         else:
-            apply_update(self.optimizer, window.found)
+            _, taken = apply_update(self.optimizer, window.found)
             assert self.scaler is not None
             self.scaler.adapt(window.found.view(()))
+            self._loss_watch.end(result.updated, host_has_waited=taken is not None)
         return result
 
     def _result(self, loss: Tensor, norm: Tensor, *, updated: bool) -> StepResult:
         window = self._window
         skipped = window.skipped() if updated else None
         scale = self._one if window.scale is None else window.scale
+        finite = self._loss_finite
         if skipped is None:
-            return StepResult(loss.detach(), self._false, scale, norm, self._true if updated else self._false)
-        return StepResult(loss.detach(), skipped, scale, norm, skipped.logical_not())
+            return StepResult(loss.detach(), self._false, scale, norm, self._true if updated else self._false, finite)
+        return StepResult(loss.detach(), skipped, scale, norm, skipped.logical_not(), finite)
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self._owner.parameters() if p.grad is not None]
@@ -367,9 +378,12 @@ class TrainStep:
         return self._state.report(self.policy, graph)
 
     def explain_overflow(self) -> Overflow:
-        """After a skipped update: run the batch that failed once more, with checks, and name the first op, module and
-        source line that gave inf or NaN, forward or backward, and the parameters hit. Nothing of the run is changed."""
-        if self.scaler is None:
+        """After a skipped update, or a loss that is not finite: run the batch that failed once more, with checks, and
+        name the first op, module and source line that gave inf or NaN, forward or backward, and the parameters hit.
+        Nothing of the run is changed."""
+        self._loss_watch.look()
+        lost = any(b.lost() for b in self._window.batches) and bool(all_finite(self._gradients()))
+        if self.scaler is None and not lost:  # the weights may have been updated from what is not finite
             return Overflow("There is no loss scaler, so no gradient is checked: compile with loss_scaler='dynamic'.")
         captured = self._whole if self._pieces is None else self._pieces.captured
         adapts = isinstance(self.scaler, DynamicLossScaler)
@@ -381,6 +395,7 @@ class TrainStep:
         """All that a run needs to go on bit for bit: model, optimizer, scaler, the batches that are waiting, and the
         random generators. Save it by ``torch.save``; your data loader and scheduler have their own. As with torch, the
         tensors are those of the model and the optimizer: copy.deepcopy what you want to keep while training goes on."""
+        self._loss_watch.look()
         return checkpoint.collect(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -415,6 +430,11 @@ def _call_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
             raise ArgumentError("inputs as a dict are the model's keyword arguments: its keys must be names.")
         return (), dict(inputs)
     return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
+
+
+def _targets(args: Any, kwargs: Any, targets: Any) -> Any:
+    """What counts as wide of the arguments of a captured step."""
+    return targets
 
 
 def _needs_autograd(owner: Owner, given: Any, *, first: bool) -> str | None:

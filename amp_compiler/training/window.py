@@ -23,6 +23,7 @@ class Batch:
     number: int  # in its window, from 0
     before: Tensor | None  # the window's flag when it came
     found: Tensor | None = None  # and when it was done
+    loss_finite: Tensor = field(default_factory=lambda: torch.ones((), dtype=torch.bool))
     versions: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -34,6 +35,10 @@ class Batch:
     def overflowed(self) -> bool:
         """Was it this one that was not finite?"""
         return self.found is not None and self.before is not None and bool(self.found) and not bool(self.before)
+
+    def lost(self) -> bool:
+        """Was its loss not finite?"""
+        return not bool(self.loss_finite)
 
     def changed(self) -> bool:
         """Were its tensors written to since it came?"""

@@ -340,8 +340,11 @@ def test_through_a_front_end_in_fp16(front: str, level: str) -> None:
     found = through(front, level)
     each(THROUGH, lambda name: check_output(name, found[name].out, F16))
     each(THROUGH, lambda name: check_gradient(name, found[name].grad, F16))
-    each(NAMED, lambda name: check_named(name, found[name].rows))
+    # at O2 the whole of normalize is fp32, because its norm is
+    each(set(NAMED) - ({"eps_normalize"} if level == "O2" else set()), lambda name: check_named(name, found[name].rows))
     if level == "O2":
+        reasons = [r.reason.partition(" (")[0] for r in found["eps_normalize"].rows]
+        assert "reads the fp32 result of linalg_vector_norm" in reasons
         each(("scalar_masked_fill_inf", "scalar_scale"), lambda name: check_low(name, found[name].rows))
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from amp_compiler import AmpWarning, Policy, amp_compile, precision
 from amp_compiler import graph as g
 from amp_compiler.capture import twin
-from helpers import BF16, F16, F32, LOW, ExportMixed, casts, in_turn, ops
+from helpers import BF16, F16, F32, LOW, ExportMixed, casts, in_turn, ops, same
 from networks import RMSNorm
 
 
@@ -502,3 +502,56 @@ def test_policy_torch_leaves_limits_to_torch() -> None:
     theirs.float().sum().backward()
     assert torch.equal(out, theirs)
     assert all(torch.equal(a, p.grad) for a, p in zip(grads, model.parameters(), strict=True))
+
+
+class Disentangled(nn.Module):
+    """Attention as DeBERTa has it: the limit of the query's dtype, put into scores whose dtype may be another."""
+
+    def __init__(self, asked: str) -> None:
+        super().__init__()
+        self.asked, self.query, self.key = asked, nn.Linear(8, 8), nn.Linear(8, 8)
+        self.bias = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        query, key = self.query(x), self.key(x)
+        scores = query @ key.mT / 8**0.5
+        if self.asked == "query":
+            scores = scores.masked_fill(mask, torch.finfo(query.dtype).min)
+        elif self.asked == "fp32 value":  # low scores with a limit that they do not hold: kept in fp32 by a sum
+            scores = (scores + self.bias[0] * torch.ones(4, 4)).masked_fill(mask, torch.finfo(x.dtype).min)
+        elif self.asked == "low value, fp32 scores":
+            scores = scores.exp().masked_fill(mask, torch.finfo(query.dtype).min)
+        else:
+            limit = torch.full((), torch.finfo(query.dtype).min, dtype=query.dtype)
+            scores = torch.where(mask, limit, scores)
+        return scores.softmax(-1)
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=["bf16", "f16"])
+@pytest.mark.parametrize("asked", ["query", "fp32 value", "low value, fp32 scores", "made"])
+def test_policy_torch_follows_a_number_to_the_tensor_that_was_asked(asked: str, dtype: torch.dtype) -> None:
+    """Row 0 is masked whole: its weights tell the limits apart."""
+    torch.manual_seed(0)
+    model, x, mask = Disentangled(asked), torch.randn(4, 8), torch.eye(4) > 0
+    mask[0] = True
+    ours = amp_compile(model, policy=Policy.torch("cpu", dtype), backend="eager", keep_output_dtypes=False)
+    with torch.autocast("cpu", dtype=dtype):
+        theirs = model(x, mask)
+    same(ours(x, mask), theirs)
+
+
+def test_policy_torch_runs_deberta_as_autocast_does() -> None:
+    from transformers import DebertaV2Config, DebertaV2Model
+
+    torch.manual_seed(0)
+    model = DebertaV2Model(DebertaV2Config(
+        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        max_position_embeddings=16, relative_attention=True, pos_att_type=["c2p", "p2c"], hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    ))  # fmt: skip
+    ids, mask = torch.randint(50, (2, 8)), torch.ones(2, 8, dtype=torch.int64)
+    mask[0, 5:] = 0
+    ours = amp_compile(model, policy=Policy.torch("cpu", BF16), backend="eager", keep_output_dtypes=False)
+    with torch.autocast("cpu", dtype=BF16):
+        theirs = model(ids, attention_mask=mask).last_hidden_state
+    same(ours(ids, attention_mask=mask).last_hidden_state, theirs)

@@ -158,8 +158,14 @@ def call_graph(index: int, through: Any) -> torch.fx.GraphModule:
     return one_op(op, args, through=through)
 
 
-def expected(row: Row, level: str, low: torch.dtype, flow: torch.dtype, answers: bool) -> torch.dtype:
-    """DESIGN §3's table of levels; a FOLLOW op without a float result takes its inputs as they come."""
+def expected(
+    row: Row, level: str, low: torch.dtype, flow: torch.dtype, answers: bool, to_scalar: bool
+) -> torch.dtype:
+    """DESIGN §3's table of levels; a FOLLOW op without a float result takes its inputs as they come. ``to_scalar``: it
+    makes one number of many, which at O2 is fp32 unless a product makes it."""
+    reduces = row.cls in (OpClass.FOLLOW, OpClass.FP32) or row.name in ("amax", "amin")
+    if to_scalar and level == "O2" and not answers and reduces:
+        return F32
     if row.cls is OpClass.EXACT or (row.cls is OpClass.FOLLOW and answers):
         return flow
     if row.fp32_only or row.stride_bytes:
@@ -205,7 +211,9 @@ def test_every_class_at_every_level(level: str, low: torch.dtype) -> None:
                     wrong.append(f"{row.name} is touched at O0")
                 continue
             answers = any(v is not None and not v.dtype.is_floating_point for v in g.tensor_outputs(node))
-            want = expected(row, level, low, flow, answers)
+            result = g.tensor_of(node)
+            to_scalar = result is not None and result.dim() == 0
+            want = expected(row, level, low, flow, answers, to_scalar)
             if row.name in EPS_ARGUMENTS and known.rule == "constant" and (level, low) == ("O3", F16):
                 want = F32  # it computes with an eps of 1e-8 in the dtype of its input
             if known.mode is not Mode.CAST or known.precision is not want or not known.reason:
@@ -579,6 +587,166 @@ def test_bodies_of_cond_are_decided() -> None:
     gm = assigned(fn, torch.tensor(True), X, W)
     bodies = [inner for name, inner in g.all_graphs(gm) if name]
     assert [prec(bodies[0], "linear"), prec(bodies[1], "exp")] == [F16, F32]
+
+
+# ------------------------------------------------------------------------------------------- wide values
+
+
+def reasons(gm: torch.fx.GraphModule) -> dict[str, str]:
+    return {n.name: g.decision(n).reason for n in gm.graph.nodes if n.op == "call_function"}
+
+
+def low_ops(gm: torch.fx.GraphModule) -> list[str]:
+    """Names of the nodes that run low, in order."""
+    return [n.name for n in gm.graph.nodes if n.op == "call_function" and g.decision(n).precision is F16]
+
+
+def test_what_reads_the_result_of_an_fp32_op_is_fp32_and_says_why() -> None:
+    gm = assigned(lambda x, w: (F.linear(x, w).sum(-1, keepdim=True) + 1).view(4).sqrt() * 2, X, W)
+    assert low_ops(gm) == ["linear"]
+    found = reasons(gm)
+    assert found["add"] == "reads the fp32 result of sum"  # and its line, in a graph that a front end captured
+    assert found["view"].startswith("follows its input")
+    assert found["mul"] == found["sqrt"] == found["add"]
+
+
+def test_a_product_reads_it_rounded_and_makes_nothing_wide() -> None:
+    gm = assigned(lambda x, w: F.linear(x.exp(), w) + 1, X, W)
+    assert low_ops(gm) == ["linear", "add"]
+
+
+def test_inputs_parameters_and_neutral_ops_of_them_are_not_wide() -> None:
+    assert low_ops(assigned(lambda x, w: (x + w).tanh() * x, X, W)) == ["add", "tanh", "mul"]
+
+
+def test_what_is_fp32_inside_and_low_is_not_wide_but_is_where_it_reads_a_wide_value() -> None:
+    gm = assigned(lambda x, w: (F.linear(x, w).softmax(-1) + 1, F.linear(x, w).exp().softmax(-1) + 1), X, W)
+    assert low_ops(gm) == ["linear", "softmax", "add", "linear_1"]
+
+
+def test_a_wide_weight_of_a_norm_is_not_rounded() -> None:
+    gm = assigned(lambda x, w: F.softmax(F.linear(x, w), -1) + F.rms_norm(F.linear(x, w), (4,), w[0].exp()), X, W)
+    assert g.decision(ops(gm, "rms_norm")[0]).precision is F32
+
+
+def test_the_lists_of_the_user_make_and_unmake_wide_values() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return F.linear(x, w).pow(3) * 2 + F.linear(x, w).tanh() * 3
+
+    plain = assigned(fn, X, W)
+    assert low_ops(plain) == ["linear", "linear_1", "tanh", "mul_1"]
+    white = assigned(fn, X, W, ctx=context(policy=Policy("O2", F16).with_ops(low=["pow"])))
+    assert [n for n in reasons(white) if n not in low_ops(white)] == []
+    black = assigned(fn, X, W, ctx=context(policy=Policy("O2", F16).with_ops(low=["pow", "add"], fp32=["tanh"])))
+    assert [n for n in reasons(black) if n not in low_ops(black)] == ["tanh", "mul_1"]
+    conditional = Policy("O2", F16).with_conditional([("gelu", "approximate", ["tanh"])])
+    gm = assigned(lambda x, w: F.gelu(x, approximate="tanh") + 1, X, W, ctx=context(policy=conditional))
+    assert low_ops(gm) == []
+
+
+def test_a_cast_that_follows_a_dtype_ends_the_chain_and_one_of_the_authors_does_not() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4)), X
+
+    class Ends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = model
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = self.fc(x)
+            return h.exp().to(x.dtype) * 2, h.exp().to(torch.float32) * 3
+
+    from helpers import ExportMixed
+
+    rows = {r.node: r.precision for r in ExportMixed(Ends(), (x,), dtype=F16).rows}
+    assert (rows["mul"], rows["mul_1"]) == ("float16", "float32")
+
+
+SCALARS: dict[str, Any] = {
+    "mean": lambda y: y.mean(), "dot": lambda y: torch.dot(y[0], y[1]), "max": lambda y: y.max(),
+    "amax": lambda y: y.amax(), "sum": lambda y: y.sum(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCALARS)
+def test_one_number_made_of_many_is_wide(name: str) -> None:
+    gm = assigned(lambda x, w: F.linear(x, w) * SCALARS[name](F.linear(x, w)), X, W)
+    assert prec(gm, name) is prec(gm, "mul") is F32
+
+
+def test_a_returned_scalar_is_fp32_whatever_it_is_made_of() -> None:
+    gm = assigned(lambda x, w: (lambda y: y[0, 0] * 2 + (y[0] @ y[1]).tanh())(F.linear(x, w)), X, W)
+    assert [prec(gm, op) for op in ("linear", "mul", "add", "tanh", "matmul")] == [F16, F32, F32, F32, F32]
+    inner = assigned(lambda x, w: (lambda y: y * (y[0, 0] * 2).tanh())(F.linear(x, w)), X, W)
+    assert low_ops(inner)[-3:] == ["mul", "tanh", "mul_1"]
+
+
+def test_constants_of_the_code_are_not_wide_but_what_is_counted_in_an_input_is() -> None:
+    gm = assigned(lambda x, w, m: x * torch.arange(4.0).exp() + x / m.float().sum(-1), X, W, MASK)
+    assert [g.decision(n).precision for n in ops(gm, "mul")] == [F16]
+    assert prec(gm, "div") is F32
+
+
+def test_several_results_and_complex_ones_stay_wide() -> None:
+    def fn(x: Tensor, w: Tensor) -> Any:
+        y = F.linear(x, w)
+        var, mean = torch.var_mean(y, -1)
+        return var + 1, mean * 2, y.exp().split(2)[1] - 1, torch.fft.rfft(y).abs() * 3
+
+    assert low_ops(assigned(fn, X, W)) == ["linear"]
+
+
+def test_an_in_place_write_of_a_wide_value_makes_its_target_wide() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        y = F.linear(x, w)
+        total = y + x  # low by itself
+        total.add_(y.exp())
+        return total * 2
+
+    gm = assigned(fn, X, W)
+    assert low_ops(gm) == ["linear"]
+    assert reasons(gm)["add"].startswith("the fp32 result of exp")
+    assert reasons(gm)["add"].endswith("is written into its result")
+
+
+def test_a_product_that_is_written_into_stays_low_as_under_autocast() -> None:
+    gm = assigned(lambda x, w: F.linear(x, w).add_(x.exp()), X, W)
+    assert low_ops(gm) == ["linear", "add_"]
+
+
+def test_wide_values_enter_and_leave_the_bodies_of_cond() -> None:
+    def fn(p: Tensor, x: Tensor, w: Tensor) -> Any:
+        y = F.linear(x, w)
+        wide, low = torch.cond(p, lambda a, b: (a.exp(), b + 1), lambda a, b: (a * 2, b * 2), (y, y))
+        into = torch.cond(p, lambda a, b: (a * b,), lambda a, b: (b * 2,), (x.exp(), y))[0]
+        return wide * 2, low * 2, into * 3
+
+    gm = assigned(fn, torch.tensor(True), X, W)
+    bodies = [inner for name, inner in g.all_graphs(gm) if name]
+    assert [low_ops(body) for body in bodies] == [["add"], ["mul", "mul_1"], [], ["mul"]]
+    assert [g.decision(n).precision for n in ops(gm, "mul")] == [F32, F16, F32]
+
+
+def test_a_loop_hands_wide_values_to_its_next_round() -> None:
+    class Loop(nn.Module):
+        def forward(self, x: Tensor, w: Tensor) -> Tensor:
+            start = (torch.zeros((), dtype=torch.int64), F.linear(x, w))
+            return torch.while_loop(lambda i, a: i < 3, lambda i, a: (i + 1, (a * 2).exp()), start)[1] + 1
+
+    ctx = context("O2", F16)
+    gm = check_pass(PASS, prepared(exported(Loop(), X, W), ctx, until=PASS.name), ctx)
+    body = next(inner for name, inner in g.all_graphs(gm) if ops(inner, "exp"))
+    assert low_ops(body) == []
+    assert prec(gm, "add") is F32
+
+
+def test_the_verifier_finds_a_wide_value_that_is_rounded() -> None:
+    ctx = context("O2", F16)
+    gm = assigned(lambda x, w: x.exp() + 1, X, W, ctx=ctx)
+    (add,) = ops(gm, "add")
+    g.amend(add, precision=F16, out=(F16,), rule="table")
+    with pytest.raises(VerifyError, match="rounds the fp32 result of exp"):
+        verify(gm, ("assigned",), ctx, "a test")
 
 
 # ------------------------------------------------------------------------------------------ requirements
