@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _len_torch_function_stack
 
 from amp_compiler import AmpWarning, Policy, amp_compile, compile_train_step, precision, set_precision
+from helpers import in_turn
 
 BF16, F16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LOG = logging.getLogger("tests.uncaptured")
@@ -65,7 +66,7 @@ class Logs(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         for i, layer in enumerate(self.layers):
@@ -153,11 +154,11 @@ def sequential() -> nn.Module:
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
-    "a loop that logs": (Logs, {"layers.0", "layers.1", "layers.2"}),
+    "a loop that logs": (Logs, {"layers.0", "layers.1"}),
     "a wrapper": (lambda: Wrapper(sequential()), {"model.0", "model.2"}),
-    "a wrapper of a loop": (lambda: Wrapper(Logs()), {f"model.layers.{i}" for i in range(3)}),
+    "a wrapper of a loop": (lambda: Wrapper(Logs()), {f"model.layers.{i}" for i in range(2)}),
     "a Sequential root": (lambda: nn.Sequential(nn.Linear(8, 8), Logs(), nn.Linear(8, 8)),
-                          {"0", "2", *(f"1.layers.{i}" for i in range(3))}),
+                          {"0", "2", *(f"1.layers.{i}" for i in range(2))}),
     "a builtin": (Builtin, {"layers.0", "layers.2"}),
     "a break in the middle": (Breaks, {"first", "second"}),
 }  # fmt: skip
@@ -185,8 +186,7 @@ def test_products_run_low_and_nothing_of_the_model_changes(name: str) -> None:
     assert fast.report().not_captured
 
 
-@pytest.mark.parametrize("name", [*CASES, "disabled", "functional"])
-@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize(("name", "dtype"), in_turn((*CASES, "disabled", "functional"), (BF16, F16)))
 def test_policy_torch_is_autocast(name: str, dtype: torch.dtype) -> None:
     class Free(Logs):  # the loop that logs, without its check of the dtype
         def forward(self, x: Tensor) -> Tensor:
@@ -238,8 +238,7 @@ def test_ddp_around_a_sequential() -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16])
-@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize(("keep", "dtype"), in_turn((True, False), (BF16, F16)))
 def test_low_values_do_not_meet_fp32_parameters(keep: bool, dtype: torch.dtype) -> None:
     """addmv, mv, dot and index_put_ refuse two dtypes; autocast fails here and fp32 does not."""
 
@@ -265,6 +264,19 @@ def test_the_result_may_be_low_and_what_is_between_is_not() -> None:
     assert out.dtype is BF16
     step = amp_compile(Logs(), dtype=BF16, keep_output_dtypes=False)
     step(torch.randn(4, 8))  # raises if its code sees bfloat16
+
+
+def test_what_is_handed_over_twice() -> None:
+    """Two casts that give their source back, which a break makes outputs of one graph: both keep the dtype."""
+
+    def program(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = x.type_as(w), x.type_as(w)
+        print("", end="")
+        return first.clone(), second + 1
+
+    x = torch.randn(3, 4)
+    out = amp_compile(program, "O3", dtype=BF16)(x, torch.randn(4))
+    torch.testing.assert_close(out, (x, x + 1), rtol=0.01, atol=0.01)
 
 
 # ------------------------------------------------------------------------------------------------- an interpreter
@@ -313,7 +325,7 @@ PROGRAMS: list[list[tuple[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", [0, 1, pytest.param(2, marks=pytest.mark.zoo)])
 def test_an_interpreter_is_low_where_autocast_is(number: int) -> None:
     program = [(name, functools.partial(a, dim=-1) if a is torch.softmax else a) for name, a in PROGRAMS[number]]
     model, x = Interpreter(program), torch.randn(2, 4, 8)
@@ -427,7 +439,7 @@ def test_lists_rules_marks_and_scopes_hold() -> None:
     model = Logs()
     fast = amp_compile(model, dtype=BF16, exclude=["layers.1"])
     fast(x)
-    assert precisions(fast) == {"layers.0": "bfloat16", "layers.1": "float32", "layers.2": "bfloat16"}
+    assert precisions(fast) == {"layers.0": "bfloat16", "layers.1": "float32"}
     model = Wrapper(Functional())
     assert torch.equal(amp_compile(model, dtype=BF16, exclude=["model"])(x), model(x)), "functions in such a module"
 
@@ -523,7 +535,7 @@ def test_after_another_compilation_has_skipped_the_same_code() -> None:
     torch.compile(model, backend="eager")(x)
     fast = amp_compile(model, dtype=BF16)
     fast(x)
-    assert precisions(fast) == dict.fromkeys((f"model.layers.{i}" for i in range(3)), "bfloat16")
+    assert precisions(fast) == {"model.layers.0": "bfloat16", "model.layers.1": "bfloat16"}
 
 
 def test_more_shapes_than_the_limit_stay_low(monkeypatch: pytest.MonkeyPatch) -> None:
