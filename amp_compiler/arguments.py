@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,3 +109,12 @@ def _no_match(item: Any, modules: Iterable[str]) -> str:
     near = difflib.get_close_matches(item.rstrip(".*"), paths, n=1)
     hint = f" Did you mean '{near[0]}'?" if near else f" Paths look like: {', '.join(paths[:4]) or '(none)'}."
     return f"The module pattern {item!r} matches no module of the model.{hint}"
+
+
+def call_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``inputs`` of a step or a report, a tensor, a tuple of arguments or a dict of keyword arguments, as a call."""
+    if isinstance(inputs, Mapping):
+        if not all(isinstance(key, str) for key in inputs):
+            raise ArgumentError("inputs as a dict are the model's keyword arguments: its keys must be names.")
+        return (), dict(inputs)
+    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}

@@ -23,12 +23,14 @@ from . import pipeline
 from .capture import dynamo
 from .errors import AmpError, AmpWarning, BannedOpError, CaptureError
 from .logs import log
+from .outside import Uncaptured, suspended
 from .passes.base import Context
 from .policy import Policy, dtype_name
 from .report import Report, Row, build_report, cast_totals, graph_rows, kernel_counts
 from .scopes import Surroundings, inside_call, marked_modules, modules_of
 from .verify import deep_by_default, verify
 from .wide import Handed
+from .work import Work, measure, named, unchanged
 
 BACKENDS = ("auto", "eager", "inductor")
 
@@ -74,6 +76,9 @@ class State:
     not_captured: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     warned: set[str] = field(default_factory=set)
+    work: Work | None = None  # measured on request
+    #: (path, dtype): what ``set_precision`` says around a module that is compiled by itself
+    inherited: tuple[str, torch.dtype | None] | None = None
     entered: Surroundings = field(default_factory=Surroundings.now)  # the regions around the call that is running
     handed: Handed = field(default_factory=Handed)  # wide values that pieces of that call gave
 
@@ -106,7 +111,23 @@ class State:
             level=policy.level, dtype=policy.low, not_captured=self.not_captured, notes=notes,
             kernels=(piece.kernels for piece in pieces),
             stages=self.history if graph is None else (),
+            work=None if self.work is None else self.work.shares,
         )  # fmt: skip
+
+    def measure(self, call: Callable[[], Any], target: Any) -> None:
+        """Call the compiled model once more and see which share of its work runs where; the model stays as it is."""
+        modules = modules_of(target)
+        buffers = {id(b): b for m in modules.values() for b in m.buffers(recurse=False) if b is not None}
+        paths = {id(m): path for path, m in reversed(modules.items())}
+        with unchanged(list(buffers.values())):
+            self.work = measure(call, lambda graph: sum(row.flops for row in self.pieces[graph].rows), paths)
+        if self.work.wide:
+            warnings.warn(
+                f"amp_compiler: {self.work.shares['float32']:.1%} of the work ran in float32, because it is in code "
+                "that is not captured and torch.autocast does not make it low: " + "; ".join(self.work.wide),
+                AmpWarning,
+                stacklevel=users_frame(),
+            )
 
 
 class Captured:
@@ -121,15 +142,18 @@ class Captured:
     ) -> None:  # fmt: skip
         self.options, self.state, self._wide = options, state, wide
         self._backend = backend or Backend(target, options, state)
+        leaves_code = not options.fullgraph and options.policy.level != "O0"
+        self._outside = Uncaptured(target, options, state, self._backend) if leaves_code else None
         self._run = dynamo.compile_frame(
-            function, self._backend, dynamic=options.dynamic, fullgraph=options.fullgraph
+            function, self._backend, dynamic=options.dynamic, fullgraph=options.fullgraph, outside=self._outside
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         state = self.state
         before, pieces = dynamo.Tally.now(), len(state.pieces)
         wide = state.handed.call(self._wide(*args, **kwargs))
-        with self._no_autocast(), dynamo.capture_settings(), wide, inside_call() as surroundings:
+        outside = self._outside.call() if self._outside is not None else contextlib.nullcontext()
+        with suspended(), self._no_autocast(), dynamo.capture_settings(), outside, wide, inside_call() as surroundings:
             state.entered = surroundings
             if state.entered.scopes:
                 state.leave("a precision scope acts inside a model's code; around a call of it, it does nothing")
@@ -177,7 +201,8 @@ class Captured:
 
     def _nothing_captured(self, reason: str | None) -> None:
         """A call went by and there is no graph: fine if there was nothing to capture, else say so, once."""
-        text = "no tensor op was captured: the model runs as plain Python, in the precision it has"
+        how = "in the precision it has" if self._outside is None else "with products under torch.autocast"
+        text = f"no tensor op was captured: the model runs as plain Python, {how}"
         self.state.note(text)
         if reason is not None and "nothing" not in self.state.warned:
             self.state.warned.add("nothing")
@@ -222,7 +247,8 @@ class Backend:
             result = self.run(graph, example_inputs)
         if not compiled:
             self.state.pieces.append(Piece(graph, graph_rows(graph, len(self.state.pieces)), cast_totals(graph)))
-        return self.state.handed.from_piece(graph, result if compiled else graph.forward)
+        run = self.state.handed.from_piece(graph, result if compiled else graph.forward)
+        return named(len(self.state.pieces) - 1, run)
 
     def rewrite(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
         from .capture.lower import lower
@@ -235,10 +261,17 @@ class Backend:
         graph = lower(gm, example_inputs, self.options.policy, paths)
         graph.meta[g.STATE] = dynamo.kept_values(gm, example_inputs)
         self.mark_wide(gm, graph, example_inputs)
+        marked = marked_modules(modules)
+        alone = self.state.inherited
+        if alone is not None and alone[1] is not None:
+            marked.setdefault(alone[0], alone[1])
+        keep = self.options.keep_output_dtypes
+        if not keep and self.options.policy.autocast_device is None:  # uncaptured code sees what fp32 code would see
+            keep = not dynamo.returns_to_caller(gm, self.target, outermost=alone is None)
         ctx = Context(
             self.options.policy,
-            self.options.keep_output_dtypes,
-            marked_modules(modules),
+            keep,
+            marked,
             self.twin(gm, paths),
             self.around(gm),
         )

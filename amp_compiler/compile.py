@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from . import pipeline
-from .arguments import check_request
+from .arguments import call_arguments, check_request
 from .backend import Captured, Options, State
 from .errors import ArgumentError
 from .ops.names import OpLike
@@ -77,9 +77,22 @@ class AmpModule(nn.Module):
         """Every stage of every graph: name, seconds, modified, text."""
         return list(self._state.history)
 
-    def report(self, graph: int | None = None) -> Report:
-        """Every op with its precision and why, over all graphs captured so far (or one of them)."""
+    def report(self, graph: int | None = None, *, inputs: Any = None) -> Report:
+        """Every op with its precision and why, over all graphs captured so far (or one of them).
+
+        With ``inputs`` (a tensor, a tuple of arguments or a dict of keyword arguments) the model is called once more,
+        and ``report().work`` tells which share of its products and convolutions ran "captured", which outside of the
+        graphs under "autocast", and which there in "float32", by FLOPs; a warning names the places of the last.
+        Buffers and random generators are afterwards as they were; what else the model's code does is done again.
+
+        >>> fast = amp_compile(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
+        >>> fast.report(inputs=torch.ones(1, 4)).work
+        {'captured': 1.0, 'autocast': 0.0, 'float32': 0.0}
+        """
         state: State = self._state
+        if inputs is not None:
+            args, kwargs = call_arguments(inputs)
+            state.measure(lambda: self(*args, **kwargs), self._original)
         return state.report(self.policy, graph)
 
     # ----------------------------------------------------------------------------- behaving as a module

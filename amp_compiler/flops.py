@@ -91,3 +91,5 @@ _FORMULAS: dict[str, Callable[[dict[str, Any], list[int]], int]] = {
     "conv_transpose3d": _conv_transpose, "scaled_dot_product_attention": _attention, "einsum": _einsum,
     "amp::lstm_layer": _lstm, "lstm": _recurrent, "gru": _recurrent, "rnn_tanh": _recurrent, "rnn_relu": _recurrent,
 }  # fmt: skip
+#: ops that multiply matrices or convolve
+PRODUCTS = frozenset(_FORMULAS)

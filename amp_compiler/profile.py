@@ -14,7 +14,9 @@ blocks of a matrix that our compiled `amp::cast_matmul` rounds as it packs them.
 from __future__ import annotations
 
 import functools
+import linecache
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -143,6 +145,34 @@ def count_all(fn: Callable[[], object]) -> Profile:
     return Profile(_casts(record), _ops(record), _flops(record))
 
 
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A product that ran. ``graph``: the piece that it belongs to, by number; None outside of any. ``source`` and
+    ``module`` (its ``id``) tell where in the user's code it was called, if stacks were recorded."""
+
+    op: str
+    dtype: torch.dtype
+    flops: int
+    graph: int | None
+    source: str = ""
+    module: int = 0
+
+
+def list_products(fn: Callable[[], object], *, with_stack: bool = False) -> list[Product]:
+    """Call ``fn`` once and list the products that ran, in order; see ``count_flops``.
+
+    >>> import torch
+    >>> x = torch.ones(4, 3)
+    >>> [(p.op, p.flops) for p in list_products(lambda: x @ x.t())]
+    [('aten::mm', 96)]
+    """
+    return _products(_record(fn, with_stack=with_stack))
+
+
+#: how the name of a range begins that a captured graph runs in while products are listed
+GRAPH = "amp_compiler graph "
+
+
 # ------------------------------------------------------------------------------------------------- the record
 
 
@@ -159,9 +189,9 @@ class _Record:
     inside: tuple[int, int]
 
 
-def _record(fn: Callable[[], object]) -> _Record:
+def _record(fn: Callable[[], object], *, with_stack: bool = False) -> _Record:
     config = torch._C._profiler._ExperimentalConfig(capture_overload_names=True)
-    profile = torch.autograd.profiler.profile
+    profile: Any = functools.partial(torch.autograd.profiler.profile, with_stack=with_stack, with_modules=with_stack)
     before = _conversions()
     with profile(record_shapes=True, use_kineto=True, experimental_config=config) as recorded:
         fn()
@@ -222,21 +252,52 @@ def _ops(record: _Record) -> Mapping[str, int]:
 
 def _flops(record: _Record) -> Mapping[torch.dtype, int]:
     counts: Counter[torch.dtype] = Counter()
-    stack = list(record.roots)
+    for product in _products(record):
+        counts[product.dtype] += product.flops
+    return MappingProxyType(dict(sorted(counts.items(), key=lambda item: str(item[0]))))
+
+
+def _products(record: _Record) -> list[Product]:
+    products = []
+    stack: list[tuple[_Event, int | None, str, int]] = [(event, None, "", 0) for event in reversed(record.roots)]
     while stack:
-        event = stack.pop()
-        if event.name.endswith(_COMPILING):
+        event, graph, source, module = stack.pop()
+        name = event.name
+        if name.endswith(_COMPILING):
             continue
+        if name.startswith(GRAPH):
+            graph = int(name.removeprefix(GRAPH))
+        caller = getattr(event.extra_fields, "caller", None)
+        if caller is not None and graph is None:
+            source, module = _user_line(caller) or source, _module_id(event) or module
         children = event.children
         found = None
-        if "::" in event.name and not _is_handed_on(children) and not _is_wrapper(event, children):
+        if "::" in name and not _is_handed_on(children) and not _is_wrapper(event, children):
             lists = record.lists.get(event.correlation_id, ())
-            found = event_flops(event.name, getattr(event.extra_fields, "inputs", ()), lists)
+            found = event_flops(name, getattr(event.extra_fields, "inputs", ()), lists)
         if found is None:
-            stack.extend(children)
+            stack.extend((child, graph, source, module) for child in reversed(children))
         else:  # whatever it calls inside is its own work
-            counts[found[0]] += found[1]
-    return MappingProxyType(dict(sorted(counts.items(), key=lambda item: str(item[0]))))
+            products.append(Product(name, *found, graph, source, module))
+    return products
+
+
+# the profiler shortens paths to what follows an entry of sys.path
+_LIBRARY = ("<", "torch/", "amp_compiler/", os.path.dirname(torch.__file__), os.path.dirname(__file__))
+
+
+def _user_line(caller: Any) -> str:
+    """``file.py:12 in forward: text of the line`` of a call, or "" if it was made by torch or by us."""
+    file = caller.file_name
+    if file.startswith(_LIBRARY):
+        return ""
+    text = linecache.getline(file, caller.line_number).strip()
+    return f"{file}:{caller.line_number} in {caller.function_name}: {text}"
+
+
+def _module_id(event: _Event) -> int:
+    module = getattr(event.extra_fields, "module", None)
+    return 0 if module is None else int(module.self_ptr)
 
 
 def _cast_bytes(name: str, event: _Event) -> int:

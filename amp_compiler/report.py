@@ -66,6 +66,8 @@ class Report:
     not_captured: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     kernels: tuple[Kernel, ...] = ()
+    #: shares of the work that ran "captured", under "autocast" and in "float32"; None unless ``inputs`` were given
+    work: dict[str, float] | None = None
     #: the graphs after each stage, for pictures
     stages: tuple[Record, ...] = field(default=(), repr=False, compare=False)
 
@@ -124,10 +126,18 @@ class Report:
         lines += ["", f"level {self.level}, {self.dtype}: {len(self.rows)} ops ({counts})",
                   f"casts: {self.casts} ({self.cast_bytes:,} bytes); "
                   f"matmul and convolution FLOPs in low precision: {self.low_flops_share:.1%}"]  # fmt: skip
+        if self.work is not None:
+            lines.append(work_line(self.work))
         lines += [f"kernel: {kernel}" for kernel in self.kernels]
         lines += [f"not captured: {what}" for what in self.not_captured]
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
+
+
+def work_line(work: Mapping[str, float]) -> str:
+    """The shares of work in one line."""
+    return (f"work by FLOPs: {work['captured']:.1%} captured, {work['autocast']:.1%} under autocast, "
+            f"{work['float32']:.1%} in float32 outside of graphs")  # fmt: skip
 
 
 def _fit(text: str, width: int) -> str:
@@ -175,6 +185,7 @@ def build_report(
     rows: Iterable[Row], casts: Iterable[tuple[int, int]], *, level: str, dtype: torch.dtype,
     not_captured: Iterable[str] = (), notes: Iterable[str] = (),
     kernels: Iterable[Counter[tuple[str, str]]] = (), stages: Sequence[Record] = (),
+    work: Mapping[str, float] | None = None,
 ) -> Report:  # fmt: skip
     """Add up rows and cast totals."""
     rows, casts = tuple(rows), list(casts)
@@ -184,5 +195,5 @@ def build_report(
         rows, level, dtype_name(dtype), sum(n for n, _ in casts), sum(b for _, b in casts),
         low / flops if flops else 0.0, dict(Counter(r.precision for r in rows)), tuple(not_captured), tuple(notes),
         tuple(Kernel(op, count, reason) for (op, reason), count in sorted(sum(kernels, Counter()).items())),
-        tuple(stages),
+        None if work is None else dict(work), tuple(stages),
     )  # fmt: skip

@@ -190,6 +190,9 @@ def _again(
         else:
             source = value.all_input_nodes[0]
             viewed = _again(source, root, dtype, before, cast, done)
+            if g.is_cast(value):  # it gave its source back where it was traced
+                done[value, dtype] = viewed
+                return viewed
             with value.graph.inserting_before(before):
                 new = value.graph.node_copy(value, lambda n: viewed if n is source else n)
             new.meta = dict(value.meta)

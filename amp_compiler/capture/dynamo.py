@@ -13,11 +13,15 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
+
+from ..errors import AmpError
+from .frames import Outside, compile_with
 
 #: signatures that one compiled module may have before Dynamo gives up on it
 RECOMPILE_LIMIT = 64
@@ -49,15 +53,38 @@ class Uncaptured:
         return f"{self.what} ({self.source})" if self.source else self.what
 
 
-def compile_frame(target: Any, backend: Backend, *, dynamic: bool | None, fullgraph: bool) -> Any:
+def compile_frame(
+    target: Any,
+    backend: Backend,
+    *,
+    dynamic: bool | None,
+    fullgraph: bool,
+    outside: Outside | None = None,
+    error_on_graph_break: bool | None = None,
+) -> Any:
     """``torch.compile`` with our backend; nothing is captured before the first call.
+
+    ``outside``: in charge of the code that is not captured. ``error_on_graph_break``: raise instead of running pieces.
 
     ``isolate_recompiles``: Dynamo counts re-compilations for each code object, so the same class compiled at a
     few levels, or modules of torch.nn, would use up the limit together and then run uncompiled, in fp32.
     """
     function = _caller(target) if isinstance(target, nn.Module) else target
     settings: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}
-    return torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=fullgraph, **settings)
+    if outside is None and error_on_graph_break is None:
+        return torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=fullgraph, **settings)
+    if error_on_graph_break is not None:
+        settings["error_on_graph_break"] = error_on_graph_break
+    return compile_with(outside, function, backend, dynamic=dynamic, nopython=fullgraph, **settings)
+
+
+def is_capture_failure(error: Exception) -> bool:
+    """Whether Dynamo refused to capture code, of which nothing has run then."""
+    from torch._dynamo import exc
+
+    if isinstance(error, exc.BackendCompilerFailed):
+        return not isinstance(error.inner_exception, AmpError)
+    return isinstance(error, (exc.TorchDynamoException, exc.ResumePrologueTracingError))
 
 
 def _caller(model: nn.Module) -> Callable[..., Any]:
@@ -125,6 +152,29 @@ def break_reason(gm: fx.GraphModule) -> Uncaptured | None:
         frame = stack[-1]
         where = f"{frame.filename}:{frame.lineno} in {frame.name}: {(frame.line or '').strip()}"
     return Uncaptured(f"graph break: {str(reason.reason).strip().splitlines()[0]}", where)
+
+
+def returns_to_caller(gm: fx.GraphModule, target: Any, outermost: bool) -> bool:
+    """Whether the outputs of this graph go to whoever called the compiled model, ``target``, and not to code of the
+    model that is not captured: its frame is the outermost one, or what Dynamo made of the rest of it, and it returns.
+
+    ``outermost``: False while a module that uncaptured code calls is compiled by itself.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    if getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False):
+        return False
+    try:
+        code: CodeType = InstructionTranslator.current_tx().output.root_tx.f_code
+    except AttributeError:  # the graph came another way
+        return True
+    function = target.forward if isinstance(target, nn.Module) else target
+    name, own = code.co_name, getattr(function, "__code__", None)
+    if name.startswith("torch_dynamo_resume_in_"):
+        name = name.removeprefix("torch_dynamo_resume_in_").rpartition("_at_")[0]
+    if own is not None and (code is own or (name == own.co_name and code.co_filename == own.co_filename)):
+        return True
+    return name.startswith("call_") and code.co_filename == __file__ and outermost
 
 
 def input_sources(gm: fx.GraphModule) -> list[str]:

@@ -37,6 +37,7 @@ def report_document(report: Report) -> dict[str, Any]:
         "by_precision": dict(report.by_precision),
         "not_captured": list(report.not_captured),
         "notes": list(report.notes),
+        "work": None if report.work is None else dict(report.work),
         "kernels": [asdict(kernel) for kernel in report.kernels],
         "rows": [asdict(row) for row in report.rows],
     }

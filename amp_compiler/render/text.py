@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from rich.text import Text
 
-from ..report import Report
+from ..report import Report, work_line
 from ..view import BACKWARD, SHORT, GraphView, NodeView
 from .words import CAST, COLOURS, count, is_row, size
 
@@ -80,6 +80,8 @@ def summary(report: Report, graph: str = "") -> list[Text]:
         Text.assemble((count(report.casts, "cast"), CAST[0]), f"{where} ({size(report.cast_bytes)}); ",
                       f"{report.low_flops_share:.1%} of the matmul and convolution FLOPs in low precision"),
     ]  # fmt: skip
+    if report.work is not None:
+        lines.append(Text(work_line(report.work)))
     lines += [Text(f"not captured: {what}", style="yellow") for what in report.not_captured]
     lines += [Text(f"note: {note}", style="yellow") for note in report.notes]
     return lines

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from .. import pipeline
-from ..arguments import check_request
+from ..arguments import call_arguments, check_request
 from ..backend import Captured, Options, State
 from ..capture.dynamo import remedy, with_own_code
 from ..compile import AmpMethod, AmpModule
@@ -29,6 +29,7 @@ from ..report import Report
 from ..scalers import DynamicLossScaler, LossScaler, StaticLossScaler
 from ..update import apply_update
 from ..verify import deep_by_default
+from ..work import Work
 from . import checkpoint
 from .loss_watch import LossWatch
 from .overflow import Overflow
@@ -211,7 +212,7 @@ class TrainStep:
     # ------------------------------------------------------------------------------------------- calling
 
     def __call__(self, inputs: Any, targets: Any = None) -> StepResult:
-        args, kwargs = _call_arguments(inputs)
+        args, kwargs = call_arguments(inputs)
         if torch.is_inference_mode_enabled():
             raise ArgumentError("A training step was called under torch.inference_mode(): take it out of that region.")
         window = self._window
@@ -373,8 +374,21 @@ class TrainStep:
         """Every stage of every graph: name, seconds, modified, text; the joint graph's too."""
         return list(self._state.history)
 
-    def report(self, graph: int | None = None) -> Report:
-        """Every op of the forward with its precision and why; casts are those of forward and backward."""
+    def report(self, graph: int | None = None, *, inputs: Any = None, targets: Any = None) -> Report:
+        """Every op of the forward with its precision and why; casts are those of forward and backward.
+
+        With ``inputs`` (and ``targets``) of a batch, a step that runs in pieces computes its loss once more, and
+        ``report().work`` tells which share of the forward's work is captured (see ``AmpModule.report``).
+        """
+        if inputs is not None:
+            if self._pieces is None and self._whole is None:
+                raise ArgumentError("report(inputs=...) looks at a step that has run: call it with a batch first.")
+            if self._pieces is not None:
+                args, kwargs = call_arguments(inputs)
+                captured = self._pieces.captured
+                self._state.measure(lambda: captured(args, kwargs, targets), self.model)
+            else:
+                self._state.work = Work({"captured": 1.0, "autocast": 0.0, "float32": 0.0})
         return self._state.report(self.policy, graph)
 
     def explain_overflow(self) -> Overflow:
@@ -422,14 +436,6 @@ class TrainStep:
             f"TrainStep(level={self.policy.level!r}, dtype={dtype_name(self.policy.low)}, {scaler}, "
             f"{type(self.optimizer).__name__}, accumulate_steps={self.accumulate_steps})"
         )
-
-
-def _call_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(inputs, Mapping):
-        if not all(isinstance(key, str) for key in inputs):
-            raise ArgumentError("inputs as a dict are the model's keyword arguments: its keys must be names.")
-        return (), dict(inputs)
-    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
 
 
 def _targets(args: Any, kwargs: Any, targets: Any) -> Any:
