@@ -434,6 +434,9 @@ class _Assign:
         level, cls, row = self.policy.level, choice.cls, choice.row
         flows = {g.dtype_of(a) for _, a in floats}
         answers = g.answers(node)
+        wide = self.wide.asks_for_fp32(node, [a for _, a in floats], choice)
+        if wide and not answers and cls is not OpClass.FP32:
+            return decisions.cast(node, torch.float32, wide, "wide", choice)
         if not answers and choice.rule == "table" and all(a in self.neutral for _, a in floats):
             reason = "made of constants of the model's code alone: fp32 until it meets another value"
             return decisions.cast(node, torch.float32, reason, "neutral", choice)
@@ -444,9 +447,6 @@ class _Assign:
         by_list = choice.rule in ("white_list", "black_list")
         if asked and not by_list and (cls is OpClass.LOW or level == "O3" or (cls is OpClass.FOLLOW and level == "O2")):
             return decisions.cast(node, torch.float32, f"computes with {asked}", "asked", choice)
-        wide = self.wide.asks_for_fp32(node, [a for _, a in floats], choice)
-        if wide and not answers and cls is not OpClass.FP32:
-            return decisions.cast(node, torch.float32, wide, "wide", choice)
         if cls is OpClass.LOW or (cls is OpClass.FOLLOW and level in ("O2", "O3") and not answers):
             return self.checked(node, name, low, choice.reason, choice.rule, choice, floats)
         if cls is OpClass.FP32 and level == "O3" and choice.rule == "table":

@@ -31,7 +31,7 @@ LEVELS = {
     ("O3", "fp32"): "level O3 runs everything that it can in the low dtype",
     ("O1", "follow"): "level O1 keeps other arithmetic in fp32",
     ("auto", "follow"): "level auto runs other arithmetic low where all its inputs are low",
-    ("O2", "follow"): "level O2 runs other arithmetic in the low dtype",
+    ("O2", "follow"): "level O2 runs other arithmetic in the low dtype, unless it reads what an fp32 op made",
     ("O3", "follow"): "level O3 runs everything that it can in the low dtype",
 }
 RULES = {
@@ -39,6 +39,7 @@ RULES = {
     "follow_list": "your follow list", "module_rule": "a module rule of the policy", "set_precision": "set_precision",
     "region": "a region in the model's code", "conditional": "a conditional rule of the policy",
     "constant": "a constant that the low dtype cannot hold", "asked": "the model's code, which asked for fp32",
+    "wide": "a value that an fp32 op made, or that is one number",
     "author": "the model's code", "follows": "the model's code, which follows a dtype",
     "fp32_inside": "the op table: fp32 inside the kernel", "fp32_only": "torch, which has no low kernel for it",
     "autocast": "torch.autocast's lists", "level": "the level", "unlisted": "no rule: the op is not listed",

@@ -28,7 +28,10 @@ CASES = [
 ]  # fmt: skip
 
 
-def check(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], low: torch.dtype, file: Path) -> None:
+def check(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], low: torch.dtype, file: Path, both_ways: int = 0
+) -> None:
+    """``both_ways``: bytes in fp32 of what is stored in fp32 and low, because ops of both precisions read it."""
     with torch.no_grad():
         exact = model(*args, **kwargs)
     converted = convert_model(model, args, kwargs, dtype=low)
@@ -39,7 +42,7 @@ def check(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], low: 
     heavy = sorted((row for row in report.rows if row.flops and row.precision == "float32"), key=lambda r: -r.flops)
     assert snr(ours, exact) > SNR[low], report
     assert report.low_flops_share >= FLOPS, [str(row) for row in heavy[:3]]
-    assert converted.details.stored_bytes <= SIZE * converted.details.fp32_bytes
+    assert converted.details.stored_bytes - both_ways <= SIZE * converted.details.fp32_bytes
     converted.save(file)
     again = load_converted(file)(*args, **kwargs)
     for a, b in zip(floats(again), floats(ours), strict=True):
@@ -50,7 +53,9 @@ def check(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], low: 
 @pytest.mark.parametrize("name", IMAGES)
 def test_networks_for_images(name: str, low: torch.dtype, tmp_path: Path) -> None:
     model, x = IMAGES[name]()
-    check(model, (x,), {}, low, tmp_path / "model.pt2")
+    # the sizes of a detector's boxes are its anchors times an exp, which is fp32; their centres are low
+    both_ways = model.anchors.nbytes if name == "detector" else 0
+    check(model, (x,), {}, low, tmp_path / "model.pt2", both_ways)
     assert not any("batch_norm" in row.op or "dropout" in row.op for row in convert_model(model, (x,)).report().rows)
 
 

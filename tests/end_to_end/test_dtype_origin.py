@@ -527,8 +527,9 @@ class Disentangled(nn.Module):
         return scores.softmax(-1)
 
 
-@pytest.mark.parametrize("dtype", LOW, ids=["bf16", "f16"])
-@pytest.mark.parametrize("asked", ["query", "fp32 value", "low value, fp32 scores", "made"])
+@pytest.mark.parametrize(
+    ("asked", "dtype"), in_turn(["query", "fp32 value", "low value, fp32 scores", "made"], LOW)
+)
 def test_policy_torch_follows_a_number_to_the_tensor_that_was_asked(asked: str, dtype: torch.dtype) -> None:
     """Row 0 is masked whole: its weights tell the limits apart."""
     torch.manual_seed(0)
@@ -540,6 +541,7 @@ def test_policy_torch_follows_a_number_to_the_tensor_that_was_asked(asked: str, 
     same(ours(x, mask), theirs)
 
 
+@pytest.mark.zoo
 def test_policy_torch_runs_deberta_as_autocast_does() -> None:
     from transformers import DebertaV2Config, DebertaV2Model
 

@@ -342,7 +342,7 @@ def statistics() -> None:
 class Counter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("steps", torch.tensor(256.0))
+        self.register_buffer("steps", torch.tensor([256.0]))  # a single number that is returned is fp32 anyway
 
     def forward(self, x: Tensor) -> Tensor:
         self.steps = self.steps + 1

@@ -19,6 +19,7 @@ from amp_compiler import amp_compile
 from amp_compiler import graph as g
 from amp_compiler.ops.row import OpClass
 from amp_compiler.policy import Policy
+from amp_compiler.wide import why_wide
 from zoo.models import ZOO, Inputs
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -185,6 +186,12 @@ def outside_policy(graphs: list[fx.GraphModule], policy: Policy) -> list[str]:
     return [f"{g.format_node(n)}  # {g.decision(n)}" for n in nodes(graphs) if not _allowed(n, policy)]
 
 
+def _before_casts(node: fx.Node) -> fx.Node:
+    while (known := g.decision(node)) is not None and known.rule == "inserted":
+        node = g.cast_source(node)
+    return node
+
+
 def _allowed(node: fx.Node, policy: Policy) -> bool:
     known = g.decision(node)
     if known is None or not known.reason:
@@ -196,6 +203,10 @@ def _allowed(node: fx.Node, policy: Policy) -> bool:
               and name not in known.keep_args}  # fmt: skip
     results = {v.dtype for v in g.tensor_outputs(node) if v is not None and g.is_eligible(v)}
     low, wide, seen = {policy.low}, {F32}, inputs | results
+    if known.rule == "wide":
+        makes_scalar = all(v is None or v.dim() == 0 for v in g.tensor_outputs(node))
+        reads_wide = any(why_wide(_before_casts(a)) for _, a in g.tensor_args(node))
+        return policy.level == "O2" and seen == wide and (reads_wide or makes_scalar)
     if known.rule == "fp32_inside":
         return policy.level == "O2" and choice.row is not None and choice.row.fp32_inside and seen == low
     if choice.cls is OpClass.LOW:
