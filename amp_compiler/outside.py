@@ -86,7 +86,7 @@ class _LowProducts(TorchFunctionMode):
         floats = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()]
         if not floats or any(t.dtype is not torch.float32 for t in floats):
             return func(*args, **kwargs)
-        if "out" not in kwargs and func.__name__ not in _NOT_ALONE:
+        if "out" not in kwargs and func.__name__ not in _NOT_ALONE and not frames.watches_saved_tensors():
             try:
                 with torch.autocast(floats[0].device.type, dtype=low):
                     result = func(*args, **kwargs)

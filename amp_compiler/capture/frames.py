@@ -26,6 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import torch
 from torch import nn
 from torch._C._dynamo import eval_frame  # the C part: it does not import Dynamo
 
@@ -82,13 +83,21 @@ def unwatched(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def watch_calls(disabled: bool) -> None:
-    """Have calls of modules looked at again, and those of disabled functions if asked: whoever else compiles in this
-    process has Dynamo skip them."""
+    """Have calls of modules and of functions that the user has compiled looked at again, and those of disabled ones if
+    asked: whoever else compiles in this process has Dynamo skip them."""
     _look_again(_MODULE_CALL)
+    _look_again(_compiled_call())
     if disabled:
         _look_again(_disabled_call())
 
 
+def watches_saved_tensors() -> bool:
+    """Whether somebody watches what autograd saves, as ``torch.utils.checkpoint`` does: it computes the same once more
+    in the backward, outside of our call, and the two must agree. (torch 2.13 has no public question for it.)"""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+@functools.lru_cache(maxsize=4096)
 def is_library(code: types.CodeType) -> bool:
     """Whether Dynamo never captures this code by itself: torch's own, the standard library's."""
     from torch._dynamo import trace_rules
@@ -131,6 +140,15 @@ def _disabled_call() -> types.CodeType:
     return code
 
 
+@functools.cache
+def _compiled_call() -> types.CodeType:
+    """The code that every function under ``torch.compile`` is wrapped in."""
+    import torch._dynamo
+
+    code: types.CodeType = torch._dynamo.optimize("eager")(lambda: None).__code__
+    return code
+
+
 class _Callback:
     """In front of Dynamo's callback."""
 
@@ -139,6 +157,7 @@ class _Callback:
         self._outside = weakref.ref(outside)  # trampolines stay in Dynamo's caches when the model is gone
 
     def __call__(self, frame: Any, entry: Any, state: Any) -> Any:
+        from torch._dynamo.convert_frame import has_tensor_in_frame
         from torch._dynamo.types import ConvertFrameReturn
         from torch._dynamo.utils import counters
 
@@ -151,7 +170,10 @@ class _Callback:
         if code is _disabled_call() and outside.watches_disabled:
             return _guarded(_trampoline(code, _disabled_runner(code, frame.f_globals, self._outside)))
         library = is_library(code)
-        if outside.is_plain() and not library and _can_be_called(code):
+        users = not library or code is _compiled_call()
+        if outside.is_plain() and users and _can_be_called(code):
+            if not has_tensor_in_frame(frame):
+                return ConvertFrameReturn()  # as Dynamo does: a logger's methods are many
             return _guarded(_trampoline(code, _runner(code, frame.f_globals, self._outside, "captured")))
         result = self._torchdynamo_orig_backend(frame, entry, state)
         if not outside.watches_disabled and any("torch.compiler.disable" in why for why in counters["graph_break"]):
@@ -163,9 +185,11 @@ class _Callback:
 
 
 def _gave_up(result: Any) -> bool:
-    """Whether Dynamo leaves a frame because it cannot capture it, as opposed to for a circumstance that may pass."""
+    """Whether Dynamo leaves a frame because it cannot capture it, as opposed to for a circumstance that may pass, or
+    because it works on nothing that we care for."""
     reason = result.skip_reason or ""
-    return not any(text in reason for text in ("dispatch mode", "already started", "generated code", "constructor"))
+    passing = ("dispatch mode", "already started", "generated code", "constructor", "no tensor-related objects")
+    return not any(text in reason for text in passing)
 
 
 def _can_be_called(code: types.CodeType) -> bool:

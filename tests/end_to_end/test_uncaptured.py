@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _len_torch_function_stack
+from torch.utils.checkpoint import checkpoint
 
 from amp_compiler import AmpWarning, Policy, amp_compile, compile_train_step, precision, set_precision
 from helpers import in_turn
@@ -487,6 +488,54 @@ def test_modes_of_the_user_stay_in_order() -> None:
     out = amp_compile(Opens(), dtype=BF16)(torch.randn(4, 8))
     assert is_rounded(out)
     assert any("matmul" in name for name in seen)
+
+
+def test_functions_that_the_user_has_compiled() -> None:
+    """torch.compile in uncaptured code sees none of our modes, and the code around it goes on as it was."""
+    weight, graphs = torch.randn(8, 8), []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append([node.target for node in graph.graph.nodes if node.op.startswith("call")])
+        return graph.forward
+
+    inner = torch.compile(lambda x: x.sin() @ weight, backend=backend)
+
+    class Calls(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(2):
+                LOG.warning("step")
+                x = inner(x)
+                x = x @ weight
+            return x
+
+    out = amp_compile(Calls(), dtype=BF16)(torch.randn(4, 8))
+    assert is_rounded(out)
+    assert len(graphs) == 1
+    assert all(len(targets) == 2 for targets in graphs)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_in_uncaptured_code(reentrant: bool) -> None:
+    """What the backward computes once more must be what the forward computed."""
+
+    class Checkpoints(Functional):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(2):
+                LOG.warning("step")
+                x = checkpoint(self.block, x, use_reentrant=reentrant)
+                x = x @ self.weight
+            return x
+
+        def block(self, x: Tensor) -> Tensor:
+            return torch.tanh(F.linear(x, self.weight, self.bias))
+
+    model, x = Checkpoints(), torch.randn(4, 8, requires_grad=True)
+    for policy in (None, Policy.torch("cpu", BF16)):
+        fast = amp_compile(model, dtype=BF16) if policy is None else amp_compile(model, policy=policy)
+        out = fast(x)
+        out.float().sum().backward()
+        assert not torch.equal(out.float(), model(x))
+        assert all(p.grad is not None for p in model.parameters())
 
 
 def test_one_compiled_model_inside_anothers_uncaptured_code() -> None:
