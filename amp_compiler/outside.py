@@ -82,7 +82,9 @@ class _LowProducts(TorchFunctionMode):
         kwargs = kwargs or {}
         low = self.outside.low_for(func)
         if low is None:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            self.outside.note_wide(func, (args, kwargs), result)
+            return result
         floats = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()]
         if not floats or any(t.dtype is not torch.float32 for t in floats):
             return func(*args, **kwargs)
@@ -176,6 +178,8 @@ class Uncaptured:
         self._layers: dict[int, _Layer] = {}
         self._paths: dict[int, str] = {}
         self._lowers: dict[Any, bool] = {}
+        self._wide_makers: dict[Any, bool] = {}
+        self._notes_wide = self.policy.level == "O2" and self.policy.autocast_device is None
         self._told: set[Any] = set()
         self._around = _Around()
         self.watches_disabled = False
@@ -283,10 +287,32 @@ class Uncaptured:
     def _is_low(self, function: Any) -> bool:
         known = self._lowers.get(function)
         if known is None:
-            name = getattr(function, "__name__", "")
-            name = FUNCTION_NAMES.get(name, "matmul" if name == "__rmatmul__" else name)
+            name = _op_name(function)
             known = name in PRODUCTS and self.policy.classify(name).cls is OpClass.LOW
             self._lowers[function] = known
+        return known
+
+    def note_wide(self, function: Any, given: Any, result: Any) -> None:
+        """Remember results that are wide (``wide.py``), for the graphs that read them: plain code runs in fp32, and a
+        graph that takes its results for low ones would round them."""
+        if not self._notes_wide:
+            return
+        made = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor) and t.dtype is torch.float32]
+        if not made:
+            return
+        handed = self.state.handed
+        why = next((why for t in pytree.tree_leaves(given) if isinstance(t, Tensor) and (why := handed.why(t))), "")
+        if not why and self._makes_wide(function):
+            why = f"the fp32 result of {_op_name(function)}, in code that is not captured"
+        for value in made if why else ():
+            handed.add(value, why)
+
+    def _makes_wide(self, function: Any) -> bool:
+        known = self._wide_makers.get(function)
+        if known is None:
+            choice = self.policy.classify(_op_name(function))
+            known = choice.cls is OpClass.FP32 and not (choice.row is not None and choice.row.fp32_inside)
+            self._wide_makers[function] = known
         return known
 
     def stays_wide(self, function: Any) -> None:
@@ -324,6 +350,17 @@ class Uncaptured:
             )
         self._layers[id(module)] = _Layer(weakref.ref(module), path, run)
         return self._layers[id(module)]
+
+
+def _op_name(function: Any) -> str:
+    """The name of the op that a function of torch, or a method of its tensors, runs."""
+    name = str(getattr(function, "__name__", ""))
+    if name in FUNCTION_NAMES:
+        return FUNCTION_NAMES[name]
+    if name.startswith("__") and name.endswith("__"):  # __pow__, __rpow__, __rmatmul__
+        plain = name.strip("_")
+        return {"rmatmul": "matmul", "rpow": "pow"}.get(plain, plain)
+    return name
 
 
 class _Around(threading.local):

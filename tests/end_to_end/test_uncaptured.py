@@ -659,7 +659,7 @@ def test_the_report_tells_the_shares_of_work() -> None:
         report = fast.report(inputs=x)
     total = 2 * 4 * 64 + 2 * 4 * 64 + 2 * 64
     assert report.work == {"captured": 512 / total, "autocast": 512 / total, "float32": 128 / total}
-    assert "torch.mv" in str(caught[0].message)
+    assert any("torch.mv" in str(w.message) for w in caught)
     assert "captured" in str(report)
     assert fast.report().work == report.work
     assert type(report).from_json(report.to_json()).work == report.work

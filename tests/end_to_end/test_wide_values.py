@@ -6,6 +6,8 @@ rounding to a low dtype between two ops it would be off by a thousand times more
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -16,10 +18,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from amp_compiler import amp_compile
+from amp_compiler import AmpWarning, amp_compile
 from amp_compiler.compile import AmpModule
 from helpers import F16, LOW, context, pre_dispatch, prepared
 
+LOG = logging.getLogger(__name__)
 EYE = torch.eye(256)
 EYE4 = torch.eye(4)
 TARGET = torch.linspace(-1, 1, 64 * 256).view(64, 256)
@@ -318,3 +321,42 @@ def test_any_expression_is_finite_and_as_good_as_level_auto(program: Program, si
 @given(programs(), st.integers(-6, 8), st.sampled_from(LOW))
 def test_many_expressions(program: Program, size: int, dtype: torch.dtype) -> None:
     check(program, size, dtype)
+
+
+class Skipped(nn.Module):
+    """The norm is computed by code that Dynamo gives up, and used by code that it captures."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.fc, self.kind = nn.Linear(16, 16), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc(x)
+        for _ in range(1):
+            LOG.info("a loop that logs is not captured")
+            if self.kind == "method":
+                squares = h.pow(2)
+            elif self.kind == "operator":
+                squares = h**2
+            else:
+                squares = h * h
+            norm = torch.sum(squares, -1, keepdim=True).sqrt()
+        return self.divided(h, norm)
+
+    def divided(self, h: Tensor, norm: Tensor) -> Tensor:
+        return h / (norm * norm)
+
+
+@pytest.mark.parametrize("kind", ["method", "operator", "sum"])
+def test_what_uncaptured_code_made_in_fp32_stays_wide(kind: str) -> None:
+    torch.manual_seed(0)
+    model, x = Skipped(kind), torch.randn(4, 16) * 500
+    fast = amp_compile(model, dtype=F16)
+    with warnings.catch_warnings(action="ignore", category=AmpWarning):
+        out = fast(x)
+    (row,) = (row for row in fast.report().rows if row.op == "div")
+    assert row.precision == "float32"
+    op = "sum" if kind == "sum" else "pow"
+    assert row.reason == f"reads the fp32 result of {op}, in code that is not captured"
+    torch.testing.assert_close(out, model(x), rtol=0.02, atol=1e-6)
+    assert out.abs().max() > 1e-5
