@@ -625,7 +625,9 @@ def test_packed_sequences_are_right_and_what_is_not_captured_is_said() -> None:
     model, args = Packed(), (floats(3, 4, 6), torch.tensor([3, 1, 2, 3]))
     twin = copy.deepcopy(model)
     fast = compiled(model, "O2", F16)
-    near(run(fast, model, args), run(twin, twin, args), F16, 2 * ROUNDINGS)
+    with pytest.warns(AmpWarning, match="lstm runs in float32, .* in rnn, "):
+        found = run(fast, model, args)
+    near(found, run(twin, twin, args), F16, 2 * ROUNDINGS)
     report = fast.report()
     assert [row.precision for row in report.rows if row.module == "out"] == ["float16"]
     captured = [row for row in report.rows if row.module == "rnn" and row.precision == "float16"]
