@@ -408,7 +408,8 @@ def test_o0_and_a_switched_off_pass_have_no_twin() -> None:
 
 
 def test_the_reason_is_in_the_report() -> None:
-    compiled = amp_compile(Program(normalized), dtype=BF16, backend="eager")
+    # O3: at O2 the same op also reads the fp32 result of a mean, and the report says that.
+    compiled = amp_compile(Program(normalized), level="O3", dtype=BF16, backend="eager")
     compiled(torch.randn(4, 8))
     reasons = {row.op: row.reason for row in compiled.report().rows if row.module == "norm"}
     assert "linear, which the model's code casts to float32" in reasons["add"]
