@@ -33,7 +33,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
 from amp_compiler import constants, decisions, memory
@@ -755,6 +754,10 @@ def _strides_fit(floats: list[tuple[str, fx.Node]], dtype: torch.dtype, stride_b
     ``stride_bytes``; a stride that only the run will tell is taken not to be."""
     values = [v for _, a in floats if stride_bytes and (v := g.tensor_of(a)) is not None and v.dim() > 1]
     strides = [s for v in values for s in v.stride() if type(s) is not int or s != 1]
+    if not strides:
+        return True
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # brings SymPy, a second to import
+
     return all(statically_known_true(s * dtype.itemsize % stride_bytes == 0) for s in strides)
 
 

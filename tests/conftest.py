@@ -15,6 +15,7 @@ os.environ["AMP_VERIFY"] = (
     "deep"  # every pass result is propagated again on fakes, see amp_compiler/verify.py
 )
 os.environ.setdefault("AMP_CPU_KERNELS", "native")  # tests of kernels set "wide", whatever CPU they run on
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # its pool of processes would import torch again, twice
 torch.set_num_threads(1)
 
 settings.register_profile(
