@@ -14,6 +14,7 @@ from torch import nn
 from . import pipeline
 from .backend import BACKENDS
 from .errors import ArgumentError, PolicyError
+from .kernels import capability, cpu, gpu
 from .ops.names import OpLike
 from .policy import Policy, check_level, check_low_dtype, default_dtype, matches
 from .scopes import modules_of
@@ -41,6 +42,7 @@ def check_request(
     """Check the arguments that decide on precision; what is wrong is an error that says what to write instead."""
     if backend not in BACKENDS:
         raise ArgumentError(f"Unknown backend {backend!r}: choose one of {', '.join(BACKENDS)}.")
+    check_environment()
     check_level(level)
     if dtype is not None:
         dtype = check_low_dtype(dtype)
@@ -51,6 +53,16 @@ def check_request(
     names = tuple(pipeline.check_names(disable_passes))
     base = (policy or Policy(level, dtype)).with_ops(low=white_list, fp32=black_list)
     return Request(base, dtype, tuple(_exclusions(exclude)), backend, names)
+
+
+def check_environment() -> None:
+    """Check the environment variables that choose kernels: found in the middle of a pass, a misspelt one would look
+    like a fault of that pass."""
+    try:
+        for read in (cpu.setting, gpu.setting, capability.chosen):
+            read()
+    except ValueError as error:
+        raise ArgumentError(f"An environment variable is wrong: {error} Correct it, or unset it.") from None
 
 
 def _with_dtype(policy: Policy, dtype: torch.dtype | None, model: Any) -> Policy:

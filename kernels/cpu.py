@@ -21,6 +21,7 @@ import torch
 from . import build, capability
 
 SETTING = "AMP_CPU_KERNELS"
+CHOICES = ("auto", "native", "wide", "python")
 _SIZE = 256  # of the square matrices that are measured
 _REPEATS = 5
 _UNITS = {torch.bfloat16: frozenset({"avx512_bf16", "amx_bf16"}), torch.float16: frozenset({"amx_fp16"})}
@@ -34,28 +35,34 @@ class Choice:
     reason: str
 
 
+def setting() -> str:
+    """What ``AMP_CPU_KERNELS`` asks for; unset and empty are "auto", an unknown value is a ``ValueError``."""
+    asked = os.environ.get(SETTING) or "auto"
+    if asked not in CHOICES:
+        raise ValueError(f"{SETTING}={asked!r} is none of: {', '.join(CHOICES)}.")
+    return asked
+
+
 def runs_wide(dtype: torch.dtype) -> bool:
     """Whether low-precision matrix products on this CPU are to be computed in fp32; the kernels are ready then."""
-    setting = os.environ.get(SETTING, "auto")
-    wide = choose(dtype, setting).wide
-    if wide and setting != "python":
+    asked = setting()
+    wide = choose(dtype, asked).wide
+    if wide and asked != "python":
         build.load()
     return wide
 
 
 def reason(dtype: torch.dtype) -> str:
     """Why products run as they do, for a report: what ``choose`` says, and whether the kernels are compiled."""
-    chosen = choose(dtype, os.environ.get(SETTING, "auto"))
+    chosen = choose(dtype, setting())
     return f"{chosen.reason}; {'compiled' if build.loaded() else 'in Python'}" if chosen.wide else chosen.reason
 
 
 @functools.cache
-def choose(dtype: torch.dtype, setting: str = "auto") -> Choice:
-    """The choice for a dtype. ``setting``: "auto", "native", "wide" or "python"."""
-    if setting not in ("auto", "native", "wide", "python"):
-        raise ValueError(f"{SETTING}={setting!r} is none of: auto, native, wide, python.")
-    if setting != "auto":
-        return Choice(setting != "native", f"{SETTING}={setting}")
+def choose(dtype: torch.dtype, asked: str = "auto") -> Choice:
+    """The choice for a dtype. ``asked``: one of ``CHOICES``, as ``setting`` gives it."""
+    if asked != "auto":
+        return Choice(asked != "native", f"{SETTING}={asked}")
     if not has_units(dtype):
         return Choice(True, f"this CPU has no {str(dtype).removeprefix('torch.')} units")
     native, wide = measure(dtype)

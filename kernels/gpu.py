@@ -14,12 +14,17 @@ SETTING = "AMP_GPU_KERNELS"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # what the kernels read
 
 
+def setting() -> str:
+    """What ``AMP_GPU_KERNELS`` asks for, "triton" or "torch"; unset and empty are "triton"."""
+    asked = os.environ.get(SETTING) or "triton"
+    if asked not in ("triton", "torch"):
+        raise ValueError(f"{SETTING}={asked!r} is none of: triton, torch.")
+    return asked
+
+
 def uses_triton(device: torch.device) -> bool:
     """Whether tensors on this device go to the Triton kernels."""
-    setting = os.environ.get(SETTING, "triton")
-    if setting not in ("triton", "torch"):
-        raise ValueError(f"{SETTING}={setting!r} is none of: triton, torch.")
-    return setting == "triton" and device.type == "cuda" and _can(device.index or 0)
+    return setting() == "triton" and device.type == "cuda" and _can(device.index or 0)
 
 
 @functools.cache

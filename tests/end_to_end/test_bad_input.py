@@ -680,6 +680,17 @@ def test_wrong_arguments(call, says):
         call()
 
 
+@pytest.mark.parametrize("name", ["AMP_CPU_KERNELS", "AMP_GPU_KERNELS", "AMP_CPU_CAPABILITY"])
+def test_a_wrong_environment_variable_is_told_before_anything_runs(name, monkeypatch):
+    monkeypatch.setenv(name, "fastest")
+    with pytest.raises(ArgumentError, match=f"{name}='fastest' is none of: .*unset it"):
+        amp_compile(linear())
+    monkeypatch.setenv(name, "")  # as in a shell script that clears it
+    fast = amp_compile(linear())
+    assert close(fast(floats()), linear()(floats()))
+    assert not fast.report().notes
+
+
 def test_a_module_that_is_compiled_already_inside_another():
     """What is inside keeps its own policy, or the call says that it cannot."""
     inner = compiled(linear(), "O0")
