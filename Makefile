@@ -21,6 +21,8 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Where the environment forbids bytecode files, every test process would compile torch anew, ten seconds each.
+export PYTHONDONTWRITEBYTECODE :=
 
 # Benchmarks that run alone; benchmarks/README.md tells what each measures.
 SCRIPTS := steps casts growth kernels convert dump gpu frameworks
