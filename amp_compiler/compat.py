@@ -32,6 +32,12 @@ def has_op(name: str) -> bool:
     return plain not in OPS_OF_SOME_RELEASES or hasattr(torch.ops.aten, plain)
 
 
+def attribute_method(variable: type) -> str:
+    """The name of the method by which a variable of Dynamo's gives an attribute: ``tp_getattro_impl`` since torch 2.14,
+    ``var_getattr`` before."""
+    return "tp_getattro_impl" if hasattr(variable, "tp_getattro_impl") else "var_getattr"
+
+
 def torch_version() -> str:
     """The version of torch that is, or will be, imported; importing it takes a second that a ``--help`` can save."""
     loaded = sys.modules.get("torch")

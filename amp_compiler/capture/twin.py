@@ -11,7 +11,7 @@ torch 2.13 internals, and why: ``InstructionTranslator.current_tx`` and ``conver
 is being compiled, and the function that reads one; no public way leads to either), ``FakeTensorMode.from_tensor`` and
 ``torch._dynamo.utils.run_node`` (wrapped while the twin is read, for this thread only: there tensors become low, and
 operands of two dtypes are promoted where torch would refuse them), ``TensorVariable.method_attr_dtype``,
-``ConstantVariable.as_proxy`` and ``var_getattr``, ``UserDefinedClassVariable.call_function`` and
+``ConstantVariable.as_proxy`` and its ``compat.attribute_method``, ``UserDefinedClassVariable.call_function`` and
 ``SubgraphTracer.create_proxy`` (wrapped likewise, to follow a dtype, or a limit of it, from the tensor that was asked
 for it to the call that names it).
 """
@@ -34,6 +34,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from .. import graph as g
+from ..compat import attribute_method
 from ..policy import Policy
 
 #: names in a function's code by which it can learn the dtype of a tensor
@@ -188,7 +189,8 @@ def _followed_dtypes() -> Iterator[None]:
     from torch._dynamo.variables.user_defined import UserDefinedClassVariable
 
     ask, use, call = TensorVariable.method_attr_dtype, ConstantVariable.as_proxy, SubgraphTracer.create_proxy
-    make, read = UserDefinedClassVariable.call_function, ConstantVariable.var_getattr
+    make, attribute = UserDefinedClassVariable.call_function, attribute_method(ConstantVariable)
+    read = getattr(ConstantVariable, attribute)
     thread = threading.get_ident()
     asked: dict[int, tuple[Any, fx.Node]] = {}  # by id of Dynamo's constant: the constant, and the tensor's node
     named: list[tuple[Any, fx.Node]] = []  # a constant that goes into the next call
@@ -213,7 +215,7 @@ def _followed_dtypes() -> Iterator[None]:
         limits = cls.value in (torch.finfo, torch.iinfo) and args
         return from_tensor(found, source_of(args[0])) if limits else found
 
-    def var_getattr(constant: Any, tx: Any, name: str) -> Any:
+    def get_attribute(constant: Any, tx: Any, name: str) -> Any:
         return from_tensor(read(constant, tx, name), source_of(constant))
 
     def as_proxy(constant: Any) -> Any:
@@ -233,7 +235,7 @@ def _followed_dtypes() -> Iterator[None]:
 
     with (
         mock.patch.object(UserDefinedClassVariable, "call_function", call_function),
-        mock.patch.object(ConstantVariable, "var_getattr", var_getattr),
+        mock.patch.object(ConstantVariable, attribute, get_attribute),
         mock.patch.object(TensorVariable, "method_attr_dtype", method_attr_dtype),
         mock.patch.object(ConstantVariable, "as_proxy", as_proxy),
         mock.patch.object(SubgraphTracer, "create_proxy", create_proxy),
