@@ -31,6 +31,13 @@ trace.handlers.clear()
 trace.addHandler = lambda handler: None  # type: ignore[method-assign]
 
 
+# With this one Python, Dynamo warns at every guard, and does just this.
+if sys.version_info[:3] == (3, 13, 0):
+    from torch._dynamo.guards import GuardBuilder
+
+    GuardBuilder._get_generic_dict_manager_example_value = staticmethod(lambda value: None)  # type: ignore[method-assign]
+
+
 # Python looks for garbage after every 700 new objects, and a compilation makes millions: a seventh of the time of all
 # tests went there.
 gc.set_threshold(200_000, 10, 10)
@@ -47,8 +54,6 @@ def no_guard_latency() -> None:
     """Dynamo measures how long the guards of each frame take, with the processor's caches flushed; it only logs it."""
     if guards := sys.modules.get("torch._dynamo.guards"):
         guards.profile_guard_manager = lambda *args: 0.0  # type: ignore[attr-defined]
-        if sys.version_info[:3] == (3, 13, 0):  # where Dynamo warns of this Python at every guard, and does just this
-            guards.GuardBuilder._get_generic_dict_manager_example_value = staticmethod(lambda value: None)
 
 
 @pytest.fixture(autouse=True)
