@@ -23,7 +23,7 @@ WRONG = {
     "arguments": (["dump", "model.py:needs"], "takes arguments (width)"),
     "a factory that fails": (["dump", "model.py:fails"], "RuntimeError: no weights here"),
     "no inputs": (["dump", "model.py:plain"], "needs example inputs: give --input"),
-    "wrong input": (["dump", "model.py:plain", "-i", "2x5"], "cannot be called with these inputs: RuntimeError: mat1"),
+    "wrong input": (["dump", "model.py:plain", "-i", "2x5"], "cannot be called with these inputs: RuntimeError: "),
     "too many": (["dump", "model.py:plain", "-i", "2x16", "-i", "2"], "cannot be called with these inputs: TypeError"),
     "bad shape": (["dump", "model.py:plain", "-i", "2xq"], "is not SHAPE[:DTYPE[:BELOW]]"),
     "bad dtype": (["dump", "model.py:plain", "-i", "2x16:float31"], "unknown dtype 'float31'"),
