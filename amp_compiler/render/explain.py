@@ -43,10 +43,12 @@ RULES = {
     "author": "the model's code", "follows": "the model's code, which follows a dtype",
     "fp32_inside": "the op table: fp32 inside the kernel", "fp32_only": "torch, which has no low kernel for it",
     "autocast": "torch.autocast's lists", "level": "the level", "unlisted": "no rule: the op is not listed",
-    "neutral": "constants alone", "explicit_dtype": "an explicit dtype= argument", "in_place": "what it writes to",
-    "untouched": "an input that is never touched", "creation": "the op makes a tensor", "input": "an input",
-    "no_float": "no float goes in", "inserted": "insert_casts", "state": "a value that is kept between calls",
-    "already_low": "the model as written", "added": "a pass", "unsure": "code that branches on the dtype",
+    "neutral": "constants of the model's code alone", "explicit_dtype": "an explicit dtype= argument",
+    "in_place": "what it writes to", "untouched": "an input whose dtype is never changed",
+    "creation": "the op makes a tensor", "input": "an input", "no_float": "no floating-point input",
+    "inserted": "the pass insert_casts", "state": "a value that is kept between calls",
+    "already_low": "the model's own code", "added": "a pass of the compiler",
+    "unsure": "code that branches on the dtype",
 }  # fmt: skip
 
 

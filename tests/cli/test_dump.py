@@ -70,7 +70,7 @@ def test_a_converted_model(run: Run, user_folder: Path) -> None:
     assert (stored["after"], stored["level"], stored["dtype"]) == ("stored", "O2", "float16")
     linear = next(n for n in stored["nodes"] if n["op"] == "linear")  # type: ignore[attr-defined]
     assert linear["precision"] == "float16"
-    assert linear["reason"].startswith("A matrix product")
+    assert linear["reason"].startswith("a matrix product")
     runs = json_of(run, "shown.pt2", "--graph", "inference")
     assert runs["graph"] == "inference"
     assert run("dump", "shown.pt2", "--graph", "joint").exit_code == 2

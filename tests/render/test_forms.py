@@ -38,7 +38,7 @@ def test_the_table_fits(forward: Inspection, width: int) -> None:
 def test_the_table_says_what_and_why(forward: Inspection) -> None:
     lines = text.plain([*text.table(forward.last, 140), *text.summary(forward.report, "forward")])
     assert "first  Linear" in lines
-    assert "A matrix product" in lines
+    assert "a matrix product" in lines
     assert "cast (1.0 kB)" in lines
     assert "level O2, bfloat16: 5 ops (" in lines
     assert "100.0% of the matmul" in lines
