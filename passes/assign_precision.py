@@ -455,7 +455,7 @@ class _Assign:
             main = g.dtype_of(floats[0][1])
             inside = row is not None and row.fp32_inside and main == low and not wide
             if level == "O2" and choice.rule == "table" and row is not None and inside:
-                reason = f"fp32 inside torch's kernel, low in and out: {choice.reason}"
+                reason = f"low in and out, fp32 inside torch's kernel, because it {choice.reason}"
                 value = g.tensor_of(floats[0][1])
                 on_cpu = value is not None and value.device.type == "cpu"
                 kept = row.fp32_args_on_cpu if on_cpu else ()
