@@ -142,13 +142,31 @@ def write(text: str, path: Path | None, quiet: bool = True) -> None:
 @contextlib.contextmanager
 def progress(quiet: bool) -> Iterator[Callable[[str], None]]:
     """A function that says what is going on: a line that moves on a terminal, nothing elsewhere."""
-    if quiet or not sys.stderr.isatty():
+    if quiet:
+        with _quiet_logs():
+            yield lambda text: None
+        return
+    if not sys.stderr.isatty():
         yield lambda text: None
         return
     from rich.console import Console
 
     with Console(file=sys.stderr).status("starting") as status:
         yield lambda text: status.update(f"{text} …")
+
+
+@contextlib.contextmanager
+def _quiet_logs() -> Iterator[None]:
+    """Nothing is printed unasked, such as that kernels are being compiled (see ``amp_compiler.logs``)."""
+    before = os.environ.get("AMP_LOGS")
+    os.environ["AMP_LOGS"] = f"{before},quiet" if before else "quiet"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["AMP_LOGS"]
+        else:
+            os.environ["AMP_LOGS"] = before
 
 
 @contextlib.contextmanager
