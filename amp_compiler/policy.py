@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from .errors import ArgumentError, PolicyError
+from .files import why_not_written
 from .ops import torch_lists
 from .ops.names import EQUIVALENT, OpLike, canonical, find_row
 from .ops.row import OpClass, Row
@@ -183,7 +184,7 @@ class Policy:
             with contextlib.suppress(OSError):
                 scratch.unlink(missing_ok=True)
             raise PolicyError(
-                f"The policy could not be written to {target}: {error.strerror or error}."
+                f"The policy could not be written to {target}: {why_not_written(target, error)}."
             ) from error
 
     def to_toml(self) -> str:
