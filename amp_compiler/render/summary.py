@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from rich.text import Text
 
 from ..report import LOW, Report, Row, work_line
-from ..view import SHORT
 from .modules import ROOT, merged_names, summarize
 from .words import CAST, COLOURS, count, size
 
 WIDTH = 100  # of what does not go to a terminal
+SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}  # as reasons say it
 _NARROW = 60  # no table gets narrower
 _KINDS = 12  # of reasons for fp32 that a summary lists
 #: rules of ops that are in fp32 because of what they read or make, and not by a choice
