@@ -50,7 +50,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Machine:
-    """What is here."""
+    """Hardware and software inventory."""
 
     python: str
     torch: str
@@ -131,9 +131,9 @@ def advise(machine: Machine) -> list[str]:
         elif gpu.capability < _BF16:
             found.append(f"{gpu.name} (compute capability {have}) has no bfloat16 units: use float16 and loss scaling.")
     if not machine.gpus:
-        found.append("There is no GPU here: speed on one cannot be told from this machine, numerics can.")
+        found.append("There is no GPU here: this machine can show the numerics of one, but not its speed.")
     elif not machine.triton:
-        found.append("Triton is not installed: GPU kernels of ours are not used. pip install amp-compiler[gpu].")
+        found.append("Triton is not installed, so our GPU kernels are not used: pip install 'amp-compiler[gpu]'.")
     return found
 
 
@@ -149,15 +149,16 @@ def advise_model(view: GraphView, gpus: Sequence[Gpu] = ()) -> list[str]:
     if odd:
         node, bad = odd[0]
         where = f" in {node.module}" if node.module else ""
+        padded = ", ".join(f"{size} to {-(-size // multiple) * multiple}" for size in dict.fromkeys(bad))
         found.append(
-            f"{len(odd)} of {len(products)} products and convolutions have a dimension that is no multiple of "
-            f"{multiple}, which tensor cores want (8 for fp16 and bf16, 16 from A100 on): first {node.name} "
-            f"({node.op}{where}) with {', '.join(map(str, bad))}. Pad the batch, the vocabulary or the channels."
+            f"{len(odd)} of {len(products)} products and convolutions have a dimension that isn't a multiple of "
+            f"{multiple}, which tensor cores need for full speed (8 for fp16 and bf16, 16 from A100 on): the first "
+            f"is {node.name} ({node.op}{where}); pad {padded} (the batch, the vocabulary or the channels)."
         )
     flops = sum(n.flops for n in view.nodes)
     moved = sum(n.nbytes for n in view.nodes if n.kind == "call")
     if not flops:
-        found.append("The model has no matrix product or convolution: mixed precision can save memory, no time.")
+        found.append("The model has no matrix product or convolution: mixed precision can save memory, but not time.")
     elif flops < moved * _INTENSITY:
         found.append(
             f"Only {flops / max(moved, 1):.0f} FLOPs of products and convolutions for each byte that its ops write: "

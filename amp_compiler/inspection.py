@@ -31,7 +31,7 @@ from .passes.base import Context
 from .pipeline import Record
 from .policy import Policy
 from .render.pieces import merge_pieces
-from .report import Report, Row, build_report, cast_totals, graph_rows
+from .report import Report, Row, build_report, cast_totals, casts_by_module, graph_rows
 from .scopes import marked_modules, modules_of
 from .verify import DEEP
 from .view import GraphView, NodeView
@@ -74,8 +74,9 @@ class Inspection:
         stages = self.stages[: places[-1] + 1]
         casts = stages[-1].view.casts
         report = dataclasses.replace(
-            self.report, casts=len(casts), cast_bytes=sum(n.nbytes for n in casts), stages=stages
-        )
+            self.report, casts=len(casts), cast_bytes=sum(n.nbytes for n in casts),
+            casts_by_module=casts_by_module(stages), stages=stages,
+        )  # fmt: skip
         return dataclasses.replace(self, stages=stages, report=report, graph=stages[-1].graph)
 
 
@@ -157,7 +158,9 @@ def inspect_converted(
     if graph == "inference":
         ctx = Context(converted.policy, True)
         totals = _differentiate(gm, graph, pipeline.build(converted.details.disable_passes), ctx, stages, progress)
-    report = dataclasses.replace(stored, casts=totals[0], cast_bytes=totals[1], stages=tuple(stages))
+    report = dataclasses.replace(
+        stored, casts=totals[0], cast_bytes=totals[1], casts_by_module=casts_by_module(stages), stages=tuple(stages)
+    )
     return Inspection(target, graph, tuple(stages), report, report.notes)
 
 
@@ -250,8 +253,9 @@ def _of_dynamo(
     stages = merge_pieces([s for s in fast.history if graph != "forward" or s.graph == "forward"])
     casts = stages[-1].view.casts
     report = dataclasses.replace(
-        report, notes=(*notes, *report.notes), casts=len(casts), cast_bytes=sum(n.nbytes for n in casts)
-    )
+        report, notes=(*notes, *report.notes), casts=len(casts), cast_bytes=sum(n.nbytes for n in casts),
+        casts_by_module=casts_by_module(stages[-1:]),
+    )  # fmt: skip
     return Inspection(name, graph, tuple(stages), report, report.notes)
 
 

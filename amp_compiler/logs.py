@@ -1,5 +1,9 @@
 """``AMP_LOGS=passes,casts,capture``: what happens inside, on stderr. The loggers are ``amp_compiler.passes`` … as
-``logging`` knows them, so an application can also listen to them by itself."""
+``logging`` knows them, so an application can also listen to them by itself.
+
+``AMP_LOGS=quiet``, alone or among topics, leaves out the lines that are printed unasked: those before and after the CPU
+kernels are compiled (``kernels/notice.py``). Warnings are not affected; ``warnings.filterwarnings`` is for them.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,8 @@ import sys
 import warnings
 
 from .errors import AmpWarning
+from .kernels.notice import QUIET, SETTING
 
-SETTING = "AMP_LOGS"
 TOPICS = {
     "passes": "each pass: seconds, nodes, whether it changed anything",
     "casts": "each cast that came or went",
@@ -46,9 +50,9 @@ def _asked(setting: str) -> frozenset[str]:
     names = frozenset(name for part in setting.split(",") if (name := part.strip().lower()))
     if "all" in names:
         return frozenset(TOPICS)
-    for name in sorted(names - set(TOPICS)):
+    for name in sorted(names - {*TOPICS, QUIET}):
         warnings.warn(
-            f"{SETTING}={setting}: there is no topic {name!r}; topics are {', '.join(TOPICS)}.",
+            f"{SETTING}={setting}: there is no topic {name!r}; topics are {', '.join(TOPICS)}, and {QUIET}.",
             AmpWarning,
             stacklevel=4,
         )

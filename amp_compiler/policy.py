@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from .errors import ArgumentError, PolicyError
+from .files import why_not_written
 from .ops import torch_lists
 from .ops.names import EQUIVALENT, OpLike, canonical, find_row
 from .ops.row import OpClass, Row
@@ -46,7 +47,7 @@ DType = torch.dtype  # inside Policy, the name torch is a method
 
 @dataclass(frozen=True, slots=True)
 class Conditional:
-    """Run ``op`` in fp32 when its argument ``argument`` has one of ``values`` (MXNet's conditional fp32)."""
+    """Run ``op`` in fp32 when its argument ``argument`` has one of ``values``."""
 
     op: str
     argument: str
@@ -146,7 +147,8 @@ class Policy:
             )
             return Choice(chosen, row, f"on your {listed}", listed.replace(" ", "_"))
         if row is None:
-            return Choice(OpClass.KEEP, None, "unlisted: not known to be safe in low precision", "unlisted")
+            reason = f"unlisted: not known to be safe in low precision; white_list=[{name!r}] runs it there"
+            return Choice(OpClass.KEEP, None, reason, "unlisted")
         return Choice(row.cls, row, row.reason, "table")
 
     def condition_for(self, name: str, arguments: Mapping[str, Any]) -> Conditional | None:
@@ -182,7 +184,7 @@ class Policy:
             with contextlib.suppress(OSError):
                 scratch.unlink(missing_ok=True)
             raise PolicyError(
-                f"The policy could not be written to {target}: {error.strerror or error}."
+                f"The policy could not be written to {target}: {why_not_written(target, error)}."
             ) from error
 
     def to_toml(self) -> str:
@@ -346,7 +348,7 @@ def _classes(given: Iterable[tuple[OpLike, OpClass]]) -> dict[str, OpClass]:
             )
         row = find_row(name)
         if row is not None and row.cls is OpClass.KEEP:
-            raise PolicyError(f"'{name}' cannot be given a precision: {row.reason}")
+            raise PolicyError(f"'{name}' cannot be given a precision: {row.reason}.")
         classes[name] = cls
     return classes
 

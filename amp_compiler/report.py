@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
 from . import graph as g
+from .errors import ArgumentError
+from .files import write_text
 from .flops import node_flops
 from .pipeline import Record
 from .policy import dtype_name
 from .view import precision_name
+
+LOW = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,26 @@ class Kernel:
 @dataclass(frozen=True)
 class Report:
     """Rows and totals. ``casts`` and ``cast_bytes`` are those of the graphs as they run: forward and backward
-    after folding once a graph was differentiated, the forward alone before."""
+    after folding once a graph was differentiated, the forward alone before.
+
+    It prints as a summary: the totals, a line for each part of the model (repeated layers share one), then what is
+    unusual: ops in fp32 and why, what was not captured, notes. ``full()`` has every op.
+
+    >>> import torch
+    >>> from amp_compiler import amp_compile
+    >>> fast = amp_compile(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)))
+    >>> result = fast(torch.ones(3, 4))
+    >>> print(fast.report().full(80))
+    0
+      linear    bf16  a matrix product: fast on low-precision units, which multiply
+                      low operands and add up in fp32
+    1
+      linear_1  bf16  a matrix product: fast on low-precision units, which multiply
+                      low operands and add up in fp32
+    <BLANKLINE>
+    level O2, bfloat16: 2 ops (2 bfloat16)
+    ...
+    """
 
     rows: tuple[Row, ...] = ()
     level: str = ""
@@ -68,12 +91,31 @@ class Report:
     kernels: tuple[Kernel, ...] = ()
     #: shares of the work that ran "captured", under "autocast" and in "float32"; None unless ``inputs`` were given
     work: dict[str, float] | None = None
+    #: module path -> its share of ``casts``; None where that is not known
+    casts_by_module: dict[str, int] | None = None
     #: the graphs after each stage, for pictures
     stages: tuple[Record, ...] = field(default=(), repr=False, compare=False)
 
     def why(self, text: str) -> list[Row]:
-        """The rows whose node, op or module contains ``text``."""
-        return [r for r in self.rows if text in r.node or text in r.op or text in r.module]
+        """The rows whose node, op or module contains ``text``; a text that is in none is an error that suggests one."""
+        found = [r for r in self.rows if text in r.node or text in r.op or text in r.module]
+        if not found:
+            known = {name: None for r in self.rows for name in (r.op, r.node, r.module, *r.module.split(".")) if name}
+            near = difflib.get_close_matches(text, known, n=3)
+            hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else self._ops()
+            raise ArgumentError(f"No node, op or module of the report has {text!r} in its name. {hint}")
+        return found
+
+    def _ops(self) -> str:
+        ops = sorted({r.op for r in self.rows})
+        return f"Its ops are {', '.join(ops)}." if ops else "Nothing is captured yet: call the model first."
+
+    def full(self, width: int | None = None) -> str:
+        """Every row as text, below its module. ``width``: of a line; the terminal's if it is left out."""
+        from .render.summary import full
+        from .render.text import plain
+
+        return plain(full(self, width))
 
     def to_json(self) -> str:
         """The report as JSON: ``schema`` (its version), the totals, ``rows`` as objects. The schema is the file
@@ -89,11 +131,11 @@ class Report:
 
         text = report_page(self)
         if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
+            write_text(path, text)
         return text
 
     def _repr_html_(self) -> str:
-        """The rows as a table, for notebooks."""
+        """The summary, and the rows as a table, for notebooks."""
         from .render.notebook import table
 
         return table(self)
@@ -112,36 +154,16 @@ class Report:
         return cls(rows, **known, kernels=kernels)
 
     def __str__(self) -> str:
-        if not self.rows and not self.not_captured:
-            return "amp report: " + ("; ".join(self.notes) or "no op captured")
-        head = ["node", "op", "module", "precision", "reason"]
-        body = [[r.node, r.op, r.module, r.precision, r.reason] for r in self.rows]
-        widths = [
-            min(max(len(row[i]) for row in [head, *body]), limit)
-            for i, limit in enumerate((28, 30, 34, 9, 200))
-        ]
-        lines = ["  ".join(_fit(text, width) for text, width in zip(row, widths, strict=True)).rstrip()
-                 for row in [head, ["-" * w for w in widths[:4]] + ["-" * 6], *body]]  # fmt: skip
-        counts = ", ".join(f"{count} {name}" for name, count in sorted(self.by_precision.items()))
-        lines += ["", f"level {self.level}, {self.dtype}: {len(self.rows)} ops ({counts})",
-                  f"casts: {self.casts} ({self.cast_bytes:,} bytes); "
-                  f"matmul and convolution FLOPs in low precision: {self.low_flops_share:.1%}"]  # fmt: skip
-        if self.work is not None:
-            lines.append(work_line(self.work))
-        lines += [f"kernel: {kernel}" for kernel in self.kernels]
-        lines += [f"not captured: {what}" for what in self.not_captured]
-        lines += [f"note: {note}" for note in self.notes]
-        return "\n".join(lines)
+        from .render.summary import lines
+        from .render.text import plain
+
+        return plain(lines(self))
 
 
 def work_line(work: Mapping[str, float]) -> str:
     """The shares of work in one line."""
     return (f"work by FLOPs: {work['captured']:.1%} captured, {work['autocast']:.1%} under autocast, "
             f"{work['float32']:.1%} in float32 outside of graphs")  # fmt: skip
-
-
-def _fit(text: str, width: int) -> str:
-    return text.ljust(width) if len(text) <= width else text[: width - 1] + "…"
 
 
 def graph_rows(gm: fx.GraphModule, index: int) -> list[Row]:
@@ -190,10 +212,21 @@ def build_report(
     """Add up rows and cast totals."""
     rows, casts = tuple(rows), list(casts)
     flops = sum(r.flops for r in rows)
-    low = sum(r.flops for r in rows if r.precision in ("float16", "bfloat16"))
+    low = sum(r.flops for r in rows if r.precision in LOW)
     return Report(
         rows, level, dtype_name(dtype), sum(n for n, _ in casts), sum(b for _, b in casts),
         low / flops if flops else 0.0, dict(Counter(r.precision for r in rows)), tuple(not_captured), tuple(notes),
         tuple(Kernel(op, count, reason) for (op, reason), count in sorted(sum(kernels, Counter()).items())),
-        None if work is None else dict(work), tuple(stages),
+        None if work is None else dict(work), casts_by_module(stages), tuple(stages),
     )  # fmt: skip
+
+
+def casts_by_module(stages: Sequence[Record]) -> dict[str, int] | None:
+    """The casts of the graphs that run, by module: of each captured graph the last stage tells."""
+    last: list[Record] = []
+    for stage in stages:
+        if stage.name == "capture" or not last:
+            last.append(stage)
+        elif stage.graph != "weights":
+            last[-1] = stage
+    return dict(Counter(node.module for stage in last for node in stage.view.casts)) if last else None

@@ -72,14 +72,14 @@ class WideRule:
             return ""
         given = list(args)
         if choice.cls is OpClass.LOW:
-            return "makes a scalar that is returned, as a loss is: kept in fp32" if node in self.returned else ""
+            return "gives a scalar that is returned, such as a loss: kept in fp32" if node in self.returned else ""
         if why := next((why for a in given if (why := why_wide(a))), ""):
             return f"reads {why}"
         may_reduce = choice.cls is not OpClass.EXACT or g.op_name(node) in SELECTING_REDUCTIONS
         if may_reduce and _reduces_to_scalar(node, given):
-            return "makes one number of many values, as a loss or a norm is: kept in fp32"
+            return "reduces many values to one number, such as a loss or a norm: kept in fp32"
         if node in self.returned and choice.cls is OpClass.FOLLOW:
-            return "part of a scalar that is returned, as a loss is: kept in fp32"
+            return "part of a scalar that is returned, such as a loss: kept in fp32"
         return ""
 
     def noted(self, node: fx.Node, new: Decision) -> Decision:

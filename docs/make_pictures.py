@@ -17,7 +17,7 @@ from transformers import BertConfig, BertModel
 
 from amp_compiler.inspection import Inspection, inspect_model
 from amp_compiler.policy import Policy
-from amp_compiler.render import html, text
+from amp_compiler.render import html, summary, text
 from amp_compiler.render.select import in_module
 
 DOCS = Path(__file__).resolve().parent
@@ -61,7 +61,7 @@ def terminal(picture: Path, found: Inspection) -> None:
     forward = found.until("insert_casts")
     lines = text.table(in_module(forward.last, "encoder.layer.0.attention.*"), WIDTH)
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
-    for line in [*lines, *text.summary(forward.report, forward.graph)]:
+    for line in [*lines, *summary.ending(forward.report, WIDTH, forward.graph)]:
         console.print(line, soft_wrap=True)
     command = "amp-compiler dump bert.py:make --module 'encoder.layer.0.attention.*'"
     drawn = re.sub(r"@font-face \{.*?\}\s*|<!--.*?-->\s*", "", console.export_svg(title=command), flags=re.DOTALL)

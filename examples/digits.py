@@ -106,6 +106,14 @@ def accuracy(model: nn.Module, data: Digits) -> float:
     return (predicted == data.test_labels).float().mean().item()
 
 
+def first_call() -> float:
+    """Seconds of the first compiled call of all, which does what is done once: in a new process it loads torch's
+    compiler, and on a new machine it compiles CPU kernels, if the CPU needs them (half a minute, told on stderr)."""
+    start = time.perf_counter()
+    amp_compile(nn.Linear(8, 8), dtype=torch.bfloat16)(torch.ones(8, 8)).sum().backward()
+    return time.perf_counter() - start
+
+
 def run_fp32(data: Digits) -> Outcome:
     """The reference: the model as it is, not compiled."""
     start = time.perf_counter()
@@ -127,7 +135,7 @@ def run_level(level: str, data: Digits) -> Outcome:
     return Outcome(level, loss, accuracy(fast, data), time.perf_counter() - start, casts, share, graph)
 
 
-def show_table(outcomes: list[Outcome]) -> None:
+def show_table(outcomes: list[Outcome], ready: float) -> None:
     table = Table(title=f"Digits, {EPOCHS} epochs, low dtype bfloat16")
     table.add_column("level")
     for heading in ("final loss", "test accuracy", "casts", "low-precision FLOPs", "seconds"):
@@ -142,7 +150,8 @@ def show_table(outcomes: list[Outcome]) -> None:
             f"{o.seconds:.1f}",
         )
     console.print(table)
-    console.print("The seconds include compilation and are no benchmark: see benchmarks/.")
+    console.print(f"The seconds include the compilation of the network, but not the {ready:.1f} s of the first call.")
+    console.print("They are not a benchmark: see benchmarks/.")
 
 
 def show_graph(graph: str) -> None:
@@ -155,6 +164,8 @@ def show_graph(graph: str) -> None:
 
 def main() -> None:
     data = load_data()
+    ready = first_call()
+    console.print(f"ready  {ready:.1f} s for the first call, which sets up kernels and torch's compiler")
     outcomes = []
     for name in ("fp32", *LEVELS):
         outcome = run_fp32(data) if name == "fp32" else run_level(name, data)
@@ -162,7 +173,7 @@ def main() -> None:
         console.print(f"{name:>5}  {summary}")
         outcomes.append(outcome)
     console.print()
-    show_table(outcomes)
+    show_table(outcomes, ready)
     show_graph(next(o.graph for o in outcomes if o.name == SHOWN_LEVEL))
 
 

@@ -1,6 +1,8 @@
 """The CPU's kernels in C++ (``cpp/``), compiled on the machine that runs them, once, when a graph first needs them.
 
-torch's headers and the system's compiler make a library of some hundred kilobytes in 15 to 25 seconds. It is kept in
+torch's headers and the system's compiler make a library of some hundred kilobytes in 15 to 50 seconds, with a line on
+stderr before and after (``AMP_LOGS=quiet`` leaves them out). Of several threads and processes that need it at the same
+time one compiles, and the others wait. It is kept in
 ``~/.cache/amp_compiler`` (or ``$XDG_CACHE_HOME``, or ``$AMP_CACHE_DIR``) under a name that holds the sources, torch's
 version and the CPU's features, so a change of any of them builds another one. Without a compiler, and with
 ``AMP_CPU_KERNELS=python``, the same ops run in Python: the same numbers within fp32's rounding, 20 to 50 % slower.
@@ -15,24 +17,30 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from . import capability
+from .notice import tell
 
 SOURCES = Path(__file__).with_name("cpp")
 CACHE = "AMP_CACHE_DIR"
 _FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-fopenmp")
 _MINUTES = 5  # for the compiler
+_SECONDS = 30  # that it takes, roughly, on one core
+_LOADING = threading.RLock()  # of several threads one loads, the others wait
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,8 @@ def loaded() -> bool:
 def load() -> Built:
     """The compiled kernels, built if this machine has none yet. What fails becomes a reason and, if a compiler was
     there, a warning; the kernels in Python stay."""
-    return _load()
+    with _LOADING:
+        return _load()
 
 
 @functools.cache
@@ -77,20 +86,36 @@ def _load() -> Built:
         return Built(False, f"the kernels in Python: the compiled ones are for Linux, and this is {sys.platform}")
     compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
     if compiler is None:
-        return Built(False, "the kernels in Python: there is no C++ compiler (c++, g++, clang++, $CXX)")
+        return Built(False, "the kernels in Python: there is no C++ compiler; install g++ or set CXX=/path/to/one")
+    path: Path | None = None
     try:
         path = _library(compiler)
         _take_over(path)
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        first = next((line for line in said.splitlines() if "error" in line), said.strip().partition("\n")[0])
+    except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
+        what, advice = _told(error, compiler, path)
         warnings.warn(
-            f"amp_compiler's CPU kernels could not be compiled by {compiler}: {first} The kernels in Python run "
-            "instead, with the same results, 20 to 50 % slower. AMP_CPU_KERNELS=python says so without this warning.",
-            stacklevel=2,
+            f"amp_compiler's CPU kernels {what}. The same kernels in Python run instead, with the same results, 20 to "
+            f"50 % slower. {advice} AMP_CPU_KERNELS=python leaves the attempt and this warning out.",
+            stacklevel=3,
         )
-        return Built(False, f"the kernels in Python: {compiler} failed: {first}")
+        return Built(False, f"the kernels in Python: they {what}")
     return Built(True, f"compiled: {path}")
+
+
+def _told(error: Exception, compiler: str, path: Path | None) -> tuple[str, str]:
+    """What went wrong, and what to do about it."""
+    said = getattr(error, "stderr", None) or str(error)
+    first = next((line for line in said.splitlines() if "error" in line), said.strip().partition("\n")[0]).rstrip(".")
+    if path is not None:
+        return f"were compiled but cannot be loaded: {first}", f"Delete {path}, so that they are compiled again."
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"could not be compiled: {compiler} timed out after {_MINUTES} minutes", "Try again on an idle machine."
+    install = "Install a compiler for C++20 (g++ 11 or newer: apt install g++), or name one by CXX=/path/to/it."
+    if isinstance(error, subprocess.CalledProcessError):
+        return f"could not be compiled by {compiler}: {first}", install
+    if isinstance(error, OSError) and error.filename and Path(str(error.filename)).is_relative_to(_cache()):
+        return f"could not be compiled: {first}", f"Set {CACHE} to a folder that can be written."
+    return f"could not be compiled by {compiler}: {first}", install
 
 
 def _take_over(path: Path) -> None:
@@ -116,11 +141,27 @@ def _library(compiler: str) -> Path:
     if path.exists():
         return path
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:  # of two processes one builds, the other waits
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with open(folder / "lock", "w") as lock:
+        _acquire(lock)
         if not path.exists():
+            tell(f"compiling CPU kernels, once per machine, about {_SECONDS} s (AMP_LOGS=quiet hides this) ...")
+            start = time.perf_counter()
             _compile(compiler, path)
+            tell(f"compiled CPU kernels in {time.perf_counter() - start:.1f} s; they are kept in {folder}")
     return path
+
+
+def _acquire(lock: IO[str]) -> None:
+    """Of several processes one compiles, the others wait. Where files cannot be locked (some network file systems),
+    each compiles for itself: the library is put in its place whole, so that does no harm."""
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            tell("waiting for another process, which is compiling CPU kernels ...")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError:
+        return
 
 
 def _compile(compiler: str, path: Path) -> None:
@@ -128,7 +169,7 @@ def _compile(compiler: str, path: Path) -> None:
     handle, name = tempfile.mkstemp(dir=path.parent, suffix=".so")
     os.close(handle)
     command = [
-        compiler, *_flags(), f"-I{root / 'include'}", str(SOURCES / "ops.cpp"), "-o", name,
+        *shlex.split(compiler), *_flags(), f"-I{root / 'include'}", str(SOURCES / "ops.cpp"), "-o", name,
         f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10",
     ]  # fmt: skip
     try:

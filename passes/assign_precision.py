@@ -211,7 +211,7 @@ class _Assign:
         if name in CASTS:
             return self.author_cast(node)
         if self.memory.is_view(node) and self.policy.autocast_device is None:
-            return decisions.as_it_comes(node, "a view of what is written to: takes it as it is", "view")
+            return decisions.as_it_comes(node, "a view of a tensor that is written to: keeps its dtype", "view")
         floats = [(n, a) for n, a in g.tensor_args(node) if g.is_eligible(g.tensor_of(a))]
         if self.policy.level == "O0":
             return decisions.as_it_comes(node, "level O0: untouched", "level")
@@ -220,7 +220,7 @@ class _Assign:
                 return self.creation(node, name)
             return decisions.as_it_comes(node, "no floating-point input", "no_float")
         if self.native:
-            return decisions.as_it_comes(node, "backward of a custom autograd function: takes what it gets", "native")
+            return decisions.as_it_comes(node, "backward of a custom autograd function: keeps its dtypes", "native")
         if self.policy.autocast_device is not None:
             return self.like_autocast(node, name, floats)
         return self.by_level(node, name, floats)
@@ -235,7 +235,7 @@ class _Assign:
         dtype, source = self.followed(node), node.args[0]
         held = self.carried.get(source) if isinstance(source, fx.Node) else None
         if held is not None and not held.survives(dtype) and self.policy.autocast_device is None:
-            reason = f"it holds the constant {held.value:g}, which {dtype_name(dtype)} cannot hold: stays in fp32"
+            reason = f"holds the constant {held.value:g}, which {dtype_name(dtype)} cannot represent: stays in fp32"
             return Decision(Mode.NATIVE, torch.float32, reason, out=(torch.float32,), rule="author")
         reason = f"a cast to the dtype of another value, which is {dtype_name(dtype)}"
         return Decision(Mode.NATIVE, dtype, reason, out=(dtype,), rule="follows", named=dtype)
@@ -250,7 +250,7 @@ class _Assign:
         if follows and self.fits_into(node, low):
             reason = f"made in the dtype of another value, which is {dtype_name(low)}"
             return Decision(Mode.NATIVE, low, reason, out=(low,), rule="creation", named=low)
-        return decisions.as_it_comes(node, "makes a tensor: keeps the dtype it was traced with", "creation")
+        return decisions.as_it_comes(node, "makes a tensor in the dtype that the model's code gives it", "creation")
 
     # ------------------------------------------------------------------ what followed a dtype, and what did not
 
@@ -377,14 +377,14 @@ class _Assign:
                 value.dtype in (torch.float64, torch.complex64, torch.complex128) or value.layout is not torch.strided
             ):
                 what = "sparse" if value.layout is not torch.strided else dtype_name(value.dtype)
-                return decisions.as_traced(node, f"has a {what} input, which is never touched", "untouched")
+                return decisions.as_traced(node, f"has a {what} input: such tensors are never changed", "untouched")
         if choice.cls is OpClass.KEEP:
             if name in LIKE_FILLS and self.fits_into(node, self.policy.low) and not decisions.names_dtype(node):
                 return decisions.as_it_comes(node, "makes a tensor like another, in its dtype", "creation", choice)
             rule = "creation" if name in LIKE_FILLS else choice.rule
             return decisions.as_traced(node, choice.reason, rule, choice)
         if g.all_args(node).get("sparse") is True and self.ctx.weights is None:
-            reason = "its gradient is sparse, and no cast takes a sparse gradient"
+            reason = "its gradient is sparse, and a cast cannot pass on a sparse gradient"
             return decisions.as_traced(node, reason, "untouched", choice)
         if decisions.names_dtype(node):
             return decisions.as_it_comes(
@@ -404,7 +404,7 @@ class _Assign:
                 return self.checked(node, name, dtype, reason, rule, choice, floats)
             low = dtype
         if all(a_val.dtype in g.LOW_DTYPES for _, a in floats if (a_val := g.tensor_of(a)) is not None):
-            return decisions.as_traced(node, "low precision in the model as it was written", "already_low", choice)
+            return decisions.as_traced(node, "in low precision already, by the model's own code", "already_low", choice)
         unsure = origin.unsure if (origin := g.origin(node)) is not None else ""
         if unsure:
             return decisions.cast(node, torch.float32, f"kept in fp32: {unsure}", "unsure", choice)
@@ -437,10 +437,10 @@ class _Assign:
         if wide and not answers and cls is not OpClass.FP32:
             return decisions.cast(node, torch.float32, wide, "wide", choice)
         if not answers and choice.rule == "table" and all(a in self.neutral for _, a in floats):
-            reason = "made of constants of the model's code alone: fp32 until it meets another value"
+            reason = "computed from constants alone: fp32 until it meets another value"
             return decisions.cast(node, torch.float32, reason, "neutral", choice)
         if node in self.state and cls is OpClass.FOLLOW:
-            reason = "its result replaces a value that the model keeps between calls, where roundings add up"
+            reason = "its result is kept between calls, where rounding errors add up"
             return decisions.cast(node, torch.float32, reason, "state", choice)
         asked = self.asked_for(floats, whole=cls is OpClass.LOW)
         by_list = choice.rule in ("white_list", "black_list")
@@ -449,21 +449,21 @@ class _Assign:
         if cls is OpClass.LOW or (cls is OpClass.FOLLOW and level in ("O2", "O3") and not answers):
             return self.checked(node, name, low, choice.reason, choice.rule, choice, floats)
         if cls is OpClass.FP32 and level == "O3" and choice.rule == "table":
-            return self.checked(node, name, low, f"level O3: everything low ({choice.reason})", "level", choice, floats)
+            reason = f"level O3 runs everything low ({choice.reason})"
+            return self.checked(node, name, low, reason, "level", choice, floats)
         if cls is OpClass.FP32:
             main = g.dtype_of(floats[0][1])
             inside = row is not None and row.fp32_inside and main == low and not wide
             if level == "O2" and choice.rule == "table" and row is not None and inside:
-                reason = f"fp32 inside torch's kernel, low in and out: {choice.reason}"
+                reason = f"low in and out, fp32 inside torch's kernel, because it {choice.reason}"
                 value = g.tensor_of(floats[0][1])
                 on_cpu = value is not None and value.device.type == "cpu"
                 kept = row.fp32_args_on_cpu if on_cpu else ()
                 return decisions.cast(node, low, reason, "fp32_inside", choice, keep=kept)
             return decisions.cast(node, torch.float32, choice.reason, choice.rule, choice)
         if level == "O1" and not answers:
-            return decisions.cast(
-                node, torch.float32, f"level O1 keeps it in fp32: {choice.reason}", choice.rule, choice
-            )
+            reason = "level O1 runs only matrix products and convolutions in low precision"
+            return decisions.cast(node, torch.float32, reason, choice.rule, choice)
         if flows == {low}:
             return self.checked(
                 node, name, low, f"all its inputs are low: {choice.reason}", choice.rule, choice, floats
@@ -499,12 +499,12 @@ class _Assign:
                 reason = "torch has no low-precision kernel for it: kept in fp32"
                 return decisions.cast(node, torch.float32, reason, "fp32_only", choice)
             if choice.row is not None and not _strides_fit(floats, dtype, choice.row.stride_bytes):
-                reason = f"its kernel wants strides of {choice.row.stride_bytes} bytes in low precision: kept in fp32"
+                reason = f"its low-precision kernel needs strides of {choice.row.stride_bytes} bytes: kept in fp32"
                 return decisions.cast(node, torch.float32, reason, "fp32_only", choice)
             if choice.row is not None and choice.row.banned and dtype is torch.float16:
                 raise BannedOpError(f"{name}: {choice.row.banned} At {g.source_line(node) or node.name}.")
             if g.has_integer_operand(node) and any(map(g.is_eligible, g.tensor_outputs(node))):
-                reason = "computes with integers, which the low dtype may not hold: kept in fp32"
+                reason = "computes with integers, which the low dtype may not represent: kept in fp32"
                 return decisions.cast(node, torch.float32, reason, "constant", choice)
             misfit = self.misfit(node, dtype, floats, choice.cls)
             if misfit is not None:
@@ -612,7 +612,8 @@ class _Assign:
     ) -> Decision:
         targets = [g.dtype_of(a) for n, a in floats if n in written]
         if not targets or targets[0] is None:
-            return decisions.as_traced(node, "writes in place to a tensor that is never touched", "in_place", choice)
+            reason = "writes in place to a tensor whose dtype is never changed"
+            return decisions.as_traced(node, reason, "in_place", choice)
         dtype = targets[0]
         reason = "writes in place: runs in the dtype of the tensor it writes to"
         if name in NATIVE_INPLACE:
@@ -670,7 +671,7 @@ class _Assign:
                 f"binary_cross_entropy_with_logits. At {g.source_line(node) or node.name}."
             )
         if overload in lists["low"]:
-            return decisions.cast(node, low, "torch.autocast casts it to low", "autocast")
+            return decisions.cast(node, low, "torch.autocast runs it in low precision", "autocast")
         if overload in lists["fp32_set_dtype"]:
             if decisions.names_dtype(node):
                 return decisions.as_it_comes(
@@ -693,7 +694,7 @@ class _Assign:
         if name in TRANSPARENT and bodies:
             given = node.args[TRANSPARENT[name] + 1 :]
             self.inside(node, bodies[0], native=self.native).run([_flow(a) for a in given])
-            return Decision(Mode.NATIVE, None, f"{name}: its body has precisions of its own",
+            return Decision(Mode.NATIVE, None, f"{name}: the ops of its body have their own precisions",
                             out=_body_outputs(bodies[0]), rule="transparent", wide=wide_outputs(bodies[0]))  # fmt: skip
         if name == AUTOGRAD_FUNCTION and len(bodies) == 2 and like_autocast and not self.native:
             forward, backward = bodies
@@ -715,8 +716,8 @@ class _Assign:
             self.inside(node, body, native=self.native).run()
         if name in LOOPS and bodies:
             self.again(node, bodies[-1], len(pytree.tree_leaves(node.args[LOOPS[name]])))
-        new = decisions.as_traced(node, f"{name}: values keep their dtypes at its border, its bodies are rewritten",
-                                  "sealed")  # fmt: skip
+        reason = f"{name}: its inputs and outputs keep their dtypes, the ops of its body have their own precisions"
+        new = decisions.as_traced(node, reason, "sealed")
         return replace(new, wide=_together([wide_outputs(body) for body in bodies], len(new.out)))
 
     def again(self, node: fx.Node, body: fx.GraphModule, carried: int) -> None:

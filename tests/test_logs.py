@@ -45,5 +45,14 @@ def test_nothing_is_said_unasked(capfd: pytest.CaptureFixture[str], monkeypatch:
 
 def test_an_unknown_topic_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AMP_LOGS", "capture-typo")
-    with pytest.warns(AmpWarning, match=r"no topic 'capture-typo'; topics are passes, casts, capture"):
+    with pytest.warns(AmpWarning, match=r"no topic 'capture-typo'; topics are passes, casts, capture, and quiet"):
         wants("capture")
+
+
+def test_quiet_is_no_topic_and_no_mistake(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AMP_LOGS", "quiet")
+    assert not wants("capture")
+    assert not recwarn.list
+    assert capfd.readouterr().err == ""

@@ -525,6 +525,8 @@ def test_a_path_that_cannot_be_written(tmp_path):
     for path in ("missing/p.toml", "file/p.toml", "folder", "x" * 300):
         with pytest.raises(PolicyError, match="could not be written"):
             Policy().to_file(tmp_path / path)
+    with pytest.raises(PolicyError, match=r"there is no folder .*missing; create it first \(mkdir -p .*missing\)"):
+        Policy().to_file(tmp_path / "missing" / "p.toml")
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["file", "folder"], "something was left behind"
     assert (tmp_path / "file").read_text() == "mine"
 

@@ -22,24 +22,12 @@ from torch.utils import _pytree as pytree
 
 from ..errors import AmpError
 from .frames import Outside, compile_with
+from .remedies import Reason, remedy
 
 #: signatures that one compiled module may have before Dynamo gives up on it
 RECOMPILE_LIMIT = 64
-#: part of a reason for a graph break -> what helps
-REMEDIES = {
-    "Dynamic shape operator": "sizes that depend on values (nonzero, masked_select) are captured with "
-    "torch._dynamo.config.capture_dynamic_output_shape_ops = True",
-    "logging.Logger method": "the model logs while it runs; have Dynamo leave that out by "
-    "torch._dynamo.config.ignore_logging_functions.add(logger.warning), with the method that the model calls",
-    "Tensor.item()": "values read as numbers are captured with torch._dynamo.config.capture_scalar_outputs = True",
-}
 _CALLERS = itertools.count()
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Any]
-
-
-def remedy(reason: str) -> str:
-    """What helps against a graph break, to be put behind its reason."""
-    return next((f": {hint}" for part, hint in REMEDIES.items() if part in reason), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +36,10 @@ class Uncaptured:
 
     what: str
     source: str
+    advice: str = ""
 
     def __str__(self) -> str:
-        return f"{self.what} ({self.source})" if self.source else self.what
+        return f"{self.what} ({self.source}){self.advice}" if self.source else self.what + self.advice
 
 
 def compile_frame(
@@ -151,7 +140,8 @@ def break_reason(gm: fx.GraphModule) -> Uncaptured | None:
     if stack:
         frame = stack[-1]
         where = f"{frame.filename}:{frame.lineno} in {frame.name}: {(frame.line or '').strip()}"
-    return Uncaptured(f"graph break: {str(reason.reason).strip().splitlines()[0]}", where)
+    why = Reason(str(reason.reason))
+    return Uncaptured(f"graph break: {why}", where, remedy(why, "\n".join(frame.line or "" for frame in stack)))
 
 
 def returns_to_caller(gm: fx.GraphModule, target: Any, outermost: bool) -> bool:
@@ -268,11 +258,11 @@ class Tally:
         frames, breaks = counters["frames"], counters["graph_break"]
         return Tally(int(frames["total"]), int(frames["ok"]), {str(k): int(v) for k, v in breaks.items()})
 
-    def breaks_since(self) -> list[str]:
+    def breaks_since(self) -> list[Reason]:
         """The reasons of graph breaks since this tally was taken, one line each."""
         after = Tally.now()
         new = [reason for reason, count in after.breaks.items() if count > self.breaks.get(reason, 0)]
-        return [reason.strip().splitlines()[0] for reason in new if reason.strip()]
+        return [Reason(reason) for reason in new if reason.strip()]
 
     def skipped_since(self, failed_before: bool) -> str | None:
         """Why a frame was left as plain Python since this tally was taken; None if none was.

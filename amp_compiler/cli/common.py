@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import ArgumentError
+from ..files import write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from ..inspection import Inspection
     from ..policy import Policy
 
-WIDTH = 140  # of a table that does not go to a terminal
+WIDTH = 100  # of a table that does not go to a terminal
 _DEBUGGING = [False]  # whether this command was given --debug
 
 
@@ -133,14 +134,7 @@ def write(text: str, path: Path | None, quiet: bool = True) -> None:
     if path is None:
         typer.echo(text.removesuffix("\n"))
         return
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        scratch.write_text(text, encoding="utf-8")
-        os.replace(scratch, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            scratch.unlink(missing_ok=True)
-        raise ArgumentError(f"{path} cannot be written: {error.strerror or error}.") from error
+    write_text(path, text)
     if not quiet:
         typer.echo(f"{path}: {len(text.encode()):,} bytes", err=True)
 
@@ -148,13 +142,31 @@ def write(text: str, path: Path | None, quiet: bool = True) -> None:
 @contextlib.contextmanager
 def progress(quiet: bool) -> Iterator[Callable[[str], None]]:
     """A function that says what is going on: a line that moves on a terminal, nothing elsewhere."""
-    if quiet or not sys.stderr.isatty():
+    if quiet:
+        with _quiet_logs():
+            yield lambda text: None
+        return
+    if not sys.stderr.isatty():
         yield lambda text: None
         return
     from rich.console import Console
 
     with Console(file=sys.stderr).status("starting") as status:
         yield lambda text: status.update(f"{text} …")
+
+
+@contextlib.contextmanager
+def _quiet_logs() -> Iterator[None]:
+    """Nothing is printed unasked, such as that kernels are being compiled (see ``amp_compiler.logs``)."""
+    before = os.environ.get("AMP_LOGS")
+    os.environ["AMP_LOGS"] = f"{before},quiet" if before else "quiet"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["AMP_LOGS"]
+        else:
+            os.environ["AMP_LOGS"] = before
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import ArgumentError
+from ..files import check_folder
 from . import common as c
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def run(
         bool, typer.Option("--keep-io/--low-io", help="Inputs and outputs keep the dtypes of the fp32 model.")
     ] = True,
     disable: c.Disable = [],  # noqa: B006
+    full: Annotated[bool, typer.Option("--full", help="Print every op and why, not a summary by module.")] = False,
     as_json: c.Json = False,
     quiet: c.Quiet = False,
     debug: c.Debug = False,
@@ -51,8 +53,8 @@ def run(
     if output is None and onnx is None:
         raise ArgumentError("Where to? Give -o model.pt2, or --onnx model.onnx.")
     for path in (output, onnx):
-        if path is not None and not path.resolve().parent.is_dir():
-            raise ArgumentError(f"There is no folder {path.resolve().parent} to write {path.name} into.")
+        if path is not None:
+            check_folder(path)
     request = c.Request(target, inputs, level, dtype, policy, low, fp32, exclude, disable=tuple(disable))
     with c.progress(quiet) as tell:
         tell("loading torch")
@@ -87,7 +89,7 @@ def run(
     if as_json:
         c.write(json.dumps(found, indent=1), None)
     elif not quiet:
-        c.show(_lines(found, converted))
+        c.show(_lines(found, converted, full, c.console().width))
 
 
 def summary(converted: ConvertedModel, model: Any, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -117,10 +119,10 @@ def summary(converted: ConvertedModel, model: Any, args: Any, kwargs: Any) -> di
     }  # fmt: skip
 
 
-def _lines(found: dict[str, Any], converted: ConvertedModel) -> list[Any]:
+def _lines(found: dict[str, Any], converted: ConvertedModel, full: bool, width: int) -> list[Any]:
     from rich.text import Text
 
-    from ..render import text
+    from ..render import summary
     from ..render.words import size
 
     share = found["stored_bytes"] / max(found["fp32_bytes"], 1)
@@ -131,4 +133,5 @@ def _lines(found: dict[str, Any], converted: ConvertedModel) -> list[Any]:
     ]  # fmt: skip
     lines.append(Text(f"weights: {size(found['fp32_bytes'])} → {size(found['stored_bytes'])} ({share:.0%})"))
     lines.append(Text(f"against fp32 on the example inputs: largest error {found['largest_error']:.3g}, {snr}"))
-    return [*lines, *text.summary(converted.report())]
+    report = converted.report()
+    return [*lines, Text(), *(summary.full(report, width) if full else summary.lines(report, width, hint=False))]

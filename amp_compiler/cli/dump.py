@@ -20,6 +20,7 @@ HELP = "Show a model's graph after its passes: every op, its precision and why, 
 FORMATS = ("text", "python", "json", "dot", "svg", "html")
 EXAMPLES = (
     "amp-compiler dump model.py:make",
+    "amp-compiler dump model.py:make --summary",
     "amp-compiler dump model.py:Net --input 8x16 --level O1 --format python",
     "amp-compiler dump model.py:make --graph joint --format html -o graph.html",
     "amp-compiler dump model.py:make --diff --against O3",
@@ -38,8 +39,15 @@ def run(
     level: c.Level = "O2",
     dtype: c.Dtype = "",
     format: Annotated[
-        str, typer.Option("--format", "-f", help="text, python, json, dot, svg or html.", autocompletion=_formats)
-    ] = "text",
+        str | None,
+        typer.Option(
+            "--format", "-f", help="text (the default), python, json, dot, svg or html.", autocompletion=_formats,
+            show_default=False,
+        ),
+    ] = None,
+    summary: Annotated[
+        bool, typer.Option("--summary", "-s", help="The report instead of every op: by module, and what is unusual.")
+    ] = False,
     graph: c.Graph = "forward",
     after: c.After = None,
     diff: Annotated[bool, typer.Option("--diff", help="What changed: before against after the passes.")] = False,
@@ -62,9 +70,14 @@ def run(
     quiet: c.Quiet = False,
     debug: c.Debug = False,
 ) -> None:
-    chosen = "json" if as_json else format
+    if as_json and format not in (None, "json"):
+        raise ArgumentError(f"--json and --format {format} contradict each other: give one of them.")
+    chosen = "json" if as_json else format or "text"
     if chosen not in FORMATS:
         raise ArgumentError(f"Unknown format {chosen!r}: choose one of {', '.join(FORMATS)}.")
+    if summary and (chosen != "text" or diff or against is not None or module is not None):
+        raise ArgumentError("--summary is the report of the whole model as text: leave --format, --diff, --against and "
+                            "--module out.")  # fmt: skip
     request = c.Request(target, inputs, level, dtype, policy, low, fp32, exclude, graph, capture, tuple(disable))
     if diff or against is not None:
         if chosen not in ("text", "json"):
@@ -72,9 +85,14 @@ def run(
         _show_difference(_difference(request, after, against, module, quiet), chosen, output, quiet)
         return
     found = c.inspect(request, quiet).until(after)
+    from ..render.text import plain
+
     with c.progress(quiet) as tell:
         tell(f"making {chosen}")
-        if chosen == "text" and output is None:
+        if summary:
+            lines = _summary(found, c.console().width if output is None else c.WIDTH)
+            text = plain(lines) + "\n"
+        elif chosen == "text" and output is None:
             lines = _text(found, module, c.console().width, quiet)
         else:
             text = render(found, chosen, module)
@@ -111,15 +129,21 @@ def render(found: Inspection, format: str, module: str | None = None) -> str:
     return html.page(stages, found.report, title=found.target, graph=found.graph)
 
 
+def _summary(found: Inspection, width: int) -> list[Any]:
+    from ..render import summary
+
+    return summary.lines(found.report, width, hint=False)
+
+
 def _text(found: Inspection, module: str | None, width: int, quiet: bool) -> list[Any]:
     from rich.text import Text
 
-    from ..render import text
+    from ..render import summary, text
     from ..render.select import in_module
 
     view = found.last if module is None else in_module(found.last, module)
     lines = text.table(view, width)
-    return lines if quiet else [*lines, Text(), *text.summary(found.report, found.graph)]
+    return lines if quiet else [*lines, Text(), *summary.ending(found.report, width, found.graph)]
 
 
 # ------------------------------------------------------------------------------------------ difference

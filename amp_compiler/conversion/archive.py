@@ -17,6 +17,7 @@ import torch
 
 from ..capture import program as programs
 from ..errors import AmpError, ArchiveError
+from ..files import why_not_written
 from .details import FORMAT, Details
 from .fp32_form import StoredFp32Form
 from .safety import Unsafe, check_members, check_program
@@ -41,7 +42,7 @@ def save(converted: ConvertedModel, path: str | os.PathLike[str]) -> None:
             os.fsync(file.fileno())
         os.replace(scratch, target)
     except OSError as error:
-        raise ArchiveError(f"The model could not be written to {target}: {error.strerror or error}.") from error
+        raise ArchiveError(f"The model could not be written to {target}: {why_not_written(target, error)}.") from error
     finally:
         with contextlib.suppress(OSError):
             scratch.unlink(missing_ok=True)

@@ -16,6 +16,7 @@ from torch.export import ExportedProgram
 from .. import graph as g
 from ..capture.program import Frame, copy_graph, rebuild, weights_of
 from ..errors import ArchiveError
+from ..files import why_not_written
 from ..weights import Weight
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def to_onnx(converted: ConvertedModel, path: str | os.PathLike[str]) -> None:
             for made in sorted(Path(scratch).iterdir(), key=lambda p: p.name == target.name):
                 os.replace(made, target.with_name(made.name))
     except OSError as error:
-        raise ArchiveError(f"The model could not be written to {target}: {error.strerror or error}.") from error
+        raise ArchiveError(f"The model could not be written to {target}: {why_not_written(target, error)}.") from error
     except torch.onnx.errors.OnnxExporterError as error:
         first = str(error).strip().splitlines()[0]
         raise ArchiveError(f"torch's ONNX exporter cannot take this model: {first} Use save() instead.") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +14,7 @@ from ..errors import ArgumentError
 from ..ops.names import canonical
 from ..policy import matches
 from ..view import INPUTS, SHORT, GraphView, NodeView
-from .select import find
-from .select import modules as module_paths
+from .select import find, nearest_module
 from .words import CAST, COLOURS, count, size
 
 _LENGTH = 12  # a chain goes no further than this
@@ -43,10 +43,12 @@ RULES = {
     "author": "the model's code", "follows": "the model's code, which follows a dtype",
     "fp32_inside": "the op table: fp32 inside the kernel", "fp32_only": "torch, which has no low kernel for it",
     "autocast": "torch.autocast's lists", "level": "the level", "unlisted": "no rule: the op is not listed",
-    "neutral": "constants alone", "explicit_dtype": "an explicit dtype= argument", "in_place": "what it writes to",
-    "untouched": "an input that is never touched", "creation": "the op makes a tensor", "input": "an input",
-    "no_float": "no float goes in", "inserted": "insert_casts", "state": "a value that is kept between calls",
-    "already_low": "the model as written", "added": "a pass", "unsure": "code that branches on the dtype",
+    "neutral": "constants of the model's code alone", "explicit_dtype": "an explicit dtype= argument",
+    "in_place": "what it writes to", "untouched": "an input whose dtype is never changed",
+    "creation": "the op makes a tensor", "input": "an input", "no_float": "no floating-point input",
+    "inserted": "the pass insert_casts", "state": "a value that is kept between calls",
+    "already_low": "the model's own code", "added": "a pass of the compiler",
+    "unsure": "code that branches on the dtype",
 }  # fmt: skip
 
 
@@ -90,14 +92,13 @@ def chosen(
         found = [n for n in found if n.op in names]
         if not found:
             there = sorted({n.op for n in view.nodes if n.kind == "call"})
-            raise ArgumentError(f"The graph has no op {op!r}; it has {', '.join(there)}.")
+            near = difflib.get_close_matches(op, there, n=3)
+            hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+            raise ArgumentError(f"The graph has no op {op!r}; it has {', '.join(there)}.{hint}")
     if module is not None:
         found = [n for n in found if matches(module, n.module)]
         if not found:
-            paths = module_paths(view)
-            raise ArgumentError(
-                f"No op of the graph is in a module {module!r}. Paths look like: {', '.join(paths[:4]) or '(none)'}."
-            )
+            raise ArgumentError(f"No op of the graph is in a module {module!r}. {nearest_module(view, module)}")
     return found
 
 

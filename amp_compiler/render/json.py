@@ -33,6 +33,7 @@ def report_document(report: Report) -> dict[str, Any]:
         "dtype": report.dtype,
         "casts": report.casts,
         "cast_bytes": report.cast_bytes,
+        "casts_by_module": None if report.casts_by_module is None else dict(report.casts_by_module),
         "low_flops_share": report.low_flops_share,
         "by_precision": dict(report.by_precision),
         "not_captured": list(report.not_captured),

@@ -1,17 +1,22 @@
-"""A report as an HTML table, for notebooks."""
+"""A report for notebooks: the summary as it prints, and every op in a table that opens on a click."""
 
 from __future__ import annotations
 
 from html import escape
 
 from ..report import Report
-from .words import COLOURS, count, size
+from .summary import WIDTH, lines
+from .text import plain
+from .words import COLOURS, count
 
-_ROWS = 500  # a notebook is no place for more; to_html() is
+_ROWS = 500  # a notebook isn't the place for more; to_html() is
 
 
 def table(report: Report) -> str:
-    """The rows, coloured by precision, the totals below."""
+    """The summary, and the rows, colored by precision."""
+    told = f"<pre style='line-height:1.25'>{escape(plain(lines(report, WIDTH)))}</pre>"
+    if not report.rows:
+        return f"<div>{told}</div>"
     head = "".join(f"<th style='text-align:left'>{name}</th>" for name in ("node", "op", "module", "precision", "why"))
     body = "".join(
         f"<tr>{_cell(row.node)}{_cell(row.op)}{_cell(row.module)}{_precision(row.precision)}"
@@ -20,14 +25,8 @@ def table(report: Report) -> str:
     )
     left = len(report.rows) - _ROWS
     more = f"<p>… and {left} more: report.to_html('graph.html')</p>" if left > 0 else ""
-    notes = "".join(f"<p>{escape(text)}</p>" for text in (*report.not_captured, *report.notes))
-    counts = ", ".join(f"{number} {escape(name)}" for name, number in sorted(report.by_precision.items()))
-    totals = (
-        f"level {escape(report.level)}, {escape(report.dtype)}: {count(len(report.rows), 'op')} ({counts}); "
-        f"{count(report.casts, 'cast')}, {size(report.cast_bytes)}; {report.low_flops_share:.1%} of the matmul and "
-        "convolution FLOPs in low precision"
-    )
-    return f"<div><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}<p>{totals}</p>{notes}</div>"
+    rows = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}"
+    return f"<div>{told}<details><summary>{count(len(report.rows), 'op')}</summary>{rows}</details></div>"
 
 
 def _cell(text: str, tip: str = "") -> str:

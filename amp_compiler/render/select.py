@@ -23,13 +23,19 @@ def in_module(view: GraphView, pattern: str) -> GraphView:
     """The nodes of the modules that a pattern names, and the parameters and inputs that they read."""
     paths = modules(view)
     if not any(matches(pattern, path) for path in paths):
-        near = difflib.get_close_matches(pattern.rstrip(".*"), paths, n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else f"Paths look like: {', '.join(paths[:4]) or '(none)'}."
+        hint = nearest_module(view, pattern)
         raise ArgumentError(f"The module pattern {pattern!r} matches no module of the graph. {hint}")
     keep = {n.name for n in view.nodes if matches(pattern, n.module) and n.kind not in INPUTS}
     read = {name for n in view.nodes if n.name in keep for name in n.inputs}
     keep |= {n.name for n in view.nodes if n.name in read and n.kind in INPUTS}
     return view.part(keep)
+
+
+def nearest_module(view: GraphView, pattern: str) -> str:
+    """The end of an error about a pattern that matches nothing: the nearest path, or what paths look like."""
+    paths = modules(view)
+    near = difflib.get_close_matches(pattern.rstrip(".*"), paths, n=1)
+    return f"Did you mean {near[0]!r}?" if near else f"Paths look like: {', '.join(paths[:4]) or '(none)'}."
 
 
 def find(view: GraphView, name: str) -> NodeView:

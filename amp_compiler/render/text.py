@@ -1,4 +1,4 @@
-"""A graph as a table that fits a terminal: one op a line, below the module that it came from."""
+"""A graph as a table that fits a terminal: one op per line, below the module that it came from."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from rich.text import Text
 
-from ..report import Report, work_line
 from ..view import BACKWARD, SHORT, GraphView, NodeView
-from .words import CAST, COLOURS, count, is_row, size
+from .words import CAST, COLOURS, is_row, size
 
 _LIMITS = (24, 20, 18, 5)  # the widest that node, op, shape and dtype get
 _HEAD = ("node", "op", "shape", "dtype", "why")
@@ -67,24 +66,6 @@ def _row(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 def _fit(text: str, width: int) -> str:
     return text.ljust(width) if len(text) <= width else text[: width - 1] + "…"
-
-
-def summary(report: Report, graph: str = "") -> list[Text]:
-    """The totals of a report."""
-    counts: list[Text | str] = []
-    for name, number in sorted(report.by_precision.items()):
-        counts += [", " if counts else "", Text(f"{number} {name}", style=COLOURS.get(name, COLOURS[""])[0])]
-    where = f" in the {graph} graph" if graph else ""
-    lines = [
-        Text.assemble(f"level {report.level}, {report.dtype}: {count(len(report.rows), 'op')} (", *counts, ")"),
-        Text.assemble((count(report.casts, "cast"), CAST[0]), f"{where} ({size(report.cast_bytes)}); ",
-                      f"{report.low_flops_share:.1%} of the matmul and convolution FLOPs in low precision"),
-    ]  # fmt: skip
-    if report.work is not None:
-        lines.append(Text(work_line(report.work)))
-    lines += [Text(f"not captured: {what}", style="yellow") for what in report.not_captured]
-    lines += [Text(f"note: {note}", style="yellow") for note in report.notes]
-    return lines
 
 
 def plain(lines: Iterable[Text]) -> str:

@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 from .. import pipeline
 from ..arguments import call_arguments, check_request
 from ..backend import Captured, Options, State
-from ..capture.dynamo import remedy, with_own_code
+from ..capture.dynamo import with_own_code
+from ..capture.remedies import Reason, remedy
 from ..compile import AmpMethod, AmpModule
 from ..errors import AmpWarning, ArgumentError, CaptureError, PipelineError, VerifyError
 from ..kernels.all_finite import all_finite
@@ -464,9 +465,8 @@ def _cause(error: Exception) -> BaseException:
 def _reason(error: Exception) -> str:
     """The line of an error that says what stopped the capture."""
     cause = _cause(error)
-    lines = [line.strip() for line in str(cause).strip().splitlines() if line.strip()]
-    text = lines[0] if lines else ""
-    text += remedy(text)
+    reason = Reason(str(cause))
+    text = f"{reason}{remedy(reason)}"
     return text if type(cause).__name__ in ("CaptureError", "Unsupported") else f"{type(cause).__name__}: {text}"
 
 

@@ -29,6 +29,31 @@ def json_of(run: Run, *args: object) -> dict[str, object]:
     return document
 
 
+def test_a_summary_instead_of_every_op(run: Run, user_folder: Path) -> None:
+    done = run("dump", "model.py:make", "--summary", "--level", "O1")
+    assert done.exit_code == 0, done.output
+    assert "level O1, bfloat16: 12 ops (" in done.stdout
+    assert "2 × layer_norm in blocks.0-1.norm" in done.stdout
+    assert "report.full()" not in done.stdout, "that is for Python"
+    assert max(map(len, done.stdout.splitlines())) <= 100
+    assert run("dump", "model.py:make", "--summary", "--level", "O1", "-o", "summary.txt", "-q").output == ""
+    assert (user_folder / "summary.txt").read_text() == done.stdout
+
+
+def test_json_twice_is_json(run: Run) -> None:
+    assert run("dump", "model.py:make", "--json", "-f", "json", "-q").stdout.startswith("{")
+
+
+def test_converting_prints_a_summary_or_every_op(run: Run) -> None:
+    short = run("convert", "model.py:make", "-o", "told.pt2", "--level", "O1")
+    assert short.exit_code == 0, short.output
+    assert "blocks.0-1" in short.stdout
+    assert "linear_3" not in short.stdout
+    full = run("convert", "model.py:make", "-o", "told.pt2", "--level", "O1", "--full")
+    assert "linear_3" in full.stdout
+    assert max(map(len, full.stdout.splitlines())) <= 100
+
+
 def test_two_policies(run: Run, user_folder: Path) -> None:
     plain = Policy("O2", torch.bfloat16)
     plain.to_file(user_folder / "a.toml")
@@ -70,7 +95,7 @@ def test_a_converted_model(run: Run, user_folder: Path) -> None:
     assert (stored["after"], stored["level"], stored["dtype"]) == ("stored", "O2", "float16")
     linear = next(n for n in stored["nodes"] if n["op"] == "linear")  # type: ignore[attr-defined]
     assert linear["precision"] == "float16"
-    assert linear["reason"].startswith("A matrix product")
+    assert linear["reason"].startswith("a matrix product")
     runs = json_of(run, "shown.pt2", "--graph", "inference")
     assert runs["graph"] == "inference"
     assert run("dump", "shown.pt2", "--graph", "joint").exit_code == 2

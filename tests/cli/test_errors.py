@@ -39,8 +39,13 @@ WRONG = {
     "nothing to explain": (["explain", "model.py:make"], "Give --node NAME, --op OP or --module PATTERN"),
     "no such node": (["explain", "model.py:make", "--node", "linea"], "Did you mean 'linear"),
     "no such op": (["explain", "model.py:make", "--op", "conv2d"], "The graph has no op 'conv2d'; it has add"),
+    "an op nearly": (["explain", "model.py:make", "--op", "softmx"], "Did you mean 'softmax'?"),
+    "a module nearly": (["explain", "model.py:make", "--module", "blocks0.*"], "Did you mean 'blocks.0'?"),
+    "two formats": (["dump", "model.py:make", "--json", "-f", "html"], "--json and --format html contradict"),
+    "two formats, one the default": (["dump", "model.py:make", "--json", "-f", "text"], "give one of them"),
+    "a summary as a picture": (["dump", "model.py:make", "--summary", "-f", "svg"], "--summary is the report of the"),
     "where to": (["convert", "model.py:make"], "Where to?"),
-    "no folder": (["convert", "model.py:make", "-o", "no/where.pt2"], "There is no folder"),
+    "no folder": (["convert", "model.py:make", "-o", "no/where.pt2"], "there is no folder"),
     "inputs of a file": (["dump", "any.pt2", "-i", "2"], "leave --input out"),
 }  # fmt: skip
 

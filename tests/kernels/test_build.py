@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
+import functools
+import io
+import re
 import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,6 +19,7 @@ from amp_compiler.kernels import build
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty cache, and a library that is not loaded into this process."""
+    monkeypatch.delenv("AMP_LOGS", raising=False)
     monkeypatch.setenv(build.CACHE, str(tmp_path / "cache"))
     monkeypatch.setattr(build, "_take_over", lambda path: None)
     return tmp_path / "cache"
@@ -65,7 +72,8 @@ def test_a_compiler_that_fails_is_told_and_leaves_nothing(
     fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_compiler(monkeypatch, tmp_path, "echo 'ops.cpp:3: fatal error: no such thing' >&2; exit 1")
-    with pytest.warns(UserWarning, match="no such thing.*Python run instead.*AMP_CPU_KERNELS=python"):
+    advice = r"no such thing\. The same kernels in Python.*apt install g\+\+.*CXX=.*AMP_CPU_KERNELS=python"
+    with pytest.warns(UserWarning, match=advice):
         built = build_again()
     assert not built.loaded
     assert [p.name for p in fresh.iterdir()] == ["lock"]
@@ -75,8 +83,21 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(build.CACHE, str(tmp_path / "file" / "cache"))
     fake_compiler(monkeypatch, tmp_path, GOOD)
-    with pytest.warns(UserWarning, match="could not be compiled"):
+    with pytest.warns(UserWarning, match="could not be compiled.*Set AMP_CACHE_DIR to a folder that can be written"):
         assert not build_again().loaded
+
+
+def test_a_compiler_that_is_not_there(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    with pytest.warns(UserWarning, match=r"by /no/such/compiler: .*No such file.*apt install g\+\+"):
+        assert not build_again().loaded
+
+
+def test_a_compiler_with_arguments(fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As people set it: ``CXX="ccache g++"``."""
+    fake_compiler(monkeypatch, tmp_path, GOOD)
+    monkeypatch.setenv("CXX", f"/bin/sh {tmp_path / 'compiler'}")
+    assert build_again().loaded
 
 
 def test_a_library_that_cannot_be_loaded_leaves_the_kernels_in_python(
@@ -87,7 +108,7 @@ def test_a_library_that_cannot_be_loaded_leaves_the_kernels_in_python(
     monkeypatch.setattr(build, "_REGISTERED", {})
     monkeypatch.setattr(build, "_register", given_back.append)
     fake_compiler(monkeypatch, tmp_path, GOOD)
-    with pytest.warns(UserWarning, match="could not be compiled"):
+    with pytest.warns(UserWarning, match=r"cannot be loaded.*Delete .*cpu_kernels_\w+\.so, so that"):
         assert not build_again().loaded
     assert {"cast_matmul", "wide_convolution"} <= set(given_back)
 
@@ -101,3 +122,111 @@ def test_a_compiler_that_hangs(fresh: Path, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(build.subprocess, "run", hang)
     with pytest.warns(UserWarning, match="timed out"):
         assert not build_again().loaded
+
+
+# ------------------------------------------------------------------------------------- what is told meanwhile
+
+
+def test_a_line_before_and_a_line_after(
+    fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fake_compiler(monkeypatch, tmp_path, GOOD)
+    build_again()
+    out, err = capfd.readouterr()
+    before, after = err.splitlines()
+    assert re.match(r"amp_compiler: compiling CPU kernels, once per machine, about \d+ s .*AMP_LOGS=quiet", before)
+    assert re.match(r"amp_compiler: compiled CPU kernels in \d+\.\d s; they are kept in .*cache$", after)
+    assert out == ""
+    build_again()
+    assert capfd.readouterr().err == "", "the cache is warm"
+
+
+def test_the_first_line_comes_before_the_compiler_runs(
+    fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fake_compiler(monkeypatch, tmp_path, "exit 1")
+    with pytest.warns(UserWarning, match="could not be compiled"):
+        build_again()
+    assert capfd.readouterr().err.startswith("amp_compiler: compiling CPU kernels")
+
+
+@pytest.mark.parametrize("setting", ["quiet", "QUIET", "passes, quiet"])
+def test_quiet(
+    setting: str, fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AMP_LOGS", setting)
+    fake_compiler(monkeypatch, tmp_path, GOOD)
+    assert build_again().loaded
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("stderr", [None, "closed"])
+def test_without_a_stderr(stderr: str | None, fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under pythonw, or in a daemon."""
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", None if stderr is None else closed)
+    fake_compiler(monkeypatch, tmp_path, GOOD)
+    assert build_again().loaded
+
+
+def test_threads_that_come_together_compile_once(
+    fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fake_compiler(monkeypatch, tmp_path, f"sleep 0.2; {GOOD}")
+    monkeypatch.setattr(build, "_load", functools.cache(build._load.__wrapped__))
+    taken: list[Path] = []
+    monkeypatch.setattr(build, "_take_over", taken.append)
+    threads = [threading.Thread(target=build.load) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert build.loaded()
+    assert (tmp_path / "runs").read_text() == "run\n"
+    assert len(taken) == 1
+    assert len(capfd.readouterr().err.splitlines()) == 2
+
+
+class Listening(io.StringIO):
+    """A stderr that says when something is written to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.heard.set()
+        return super().write(text)
+
+
+def test_a_process_waits_for_another_that_compiles(
+    fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one is this test, which holds the lock."""
+    fake_compiler(monkeypatch, tmp_path, GOOD)
+    library = Path(build_again().reason.removeprefix("compiled: "))
+    library.unlink()
+    (tmp_path / "runs").unlink()
+    listening = Listening()
+    monkeypatch.setattr(sys, "stderr", listening)
+    found: list[build.Built] = []
+    with open(fresh / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waiting = threading.Thread(target=lambda: found.append(build_again()))
+        waiting.start()
+        assert listening.heard.wait(20)
+        library.write_text("made by the other")
+    waiting.join(20)
+    assert found[0].loaded
+    assert listening.getvalue() == "amp_compiler: waiting for another process, which is compiling CPU kernels ...\n"
+    assert not (tmp_path / "runs").exists(), "compiled once"
+
+
+def test_a_file_system_that_cannot_lock(fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    fake_compiler(monkeypatch, tmp_path, GOOD)
+    assert build_again().loaded

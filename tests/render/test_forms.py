@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from amp_compiler import amp_compile
 from amp_compiler.errors import ArgumentError, DrawingError
 from amp_compiler.inspection import Inspection
-from amp_compiler.render import diff, dot, python, text
+from amp_compiler.render import diff, dot, python, summary, text
 from amp_compiler.render.json import graph_document, schema
 from amp_compiler.render.select import find, in_module, modules
 from amp_compiler.render.words import size
@@ -36,12 +36,12 @@ def test_the_table_fits(forward: Inspection, width: int) -> None:
 
 
 def test_the_table_says_what_and_why(forward: Inspection) -> None:
-    lines = text.plain([*text.table(forward.last, 140), *text.summary(forward.report, "forward")])
+    lines = text.plain([*text.table(forward.last, 140), *summary.ending(forward.report, 140, "forward")])
     assert "first  Linear" in lines
-    assert "A matrix product" in lines
+    assert "a matrix product" in lines
     assert "cast (1.0 kB)" in lines
     assert "level O2, bfloat16: 5 ops (" in lines
-    assert "100.0% of the matmul" in lines
+    assert "FLOPs in low precision: 100.0%" in lines
 
 
 def test_forward_and_backward_are_apart(joint: Inspection) -> None:

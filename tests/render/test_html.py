@@ -82,7 +82,8 @@ def test_reports_in_python(tmp_path: Path) -> None:
     assert stages[-1]["graph"] == "joint"
     table = report._repr_html_()
     assert table.count("<tr>") == len(report.rows) + 1
-    assert "A matrix product" in table
+    assert "a matrix product" in table
+    assert "<pre" in table, "the summary comes first"
 
 
 # ---------------------------------------------------------------------------------------- in a browser

@@ -1,0 +1,228 @@
+"""A report as text that fits a terminal: what it adds up to, module by module, then what is unusual; or every row."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from rich.text import Text
+
+from ..report import LOW, Report, Row, work_line
+from .modules import ROOT, merged_names, summarize
+from .words import CAST, COLOURS, count, size
+
+WIDTH = 100  # of what does not go to a terminal
+SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}  # as reasons say it
+_NARROW = 60  # no table gets narrower
+_KINDS = 12  # of reasons for fp32 that a summary lists
+#: rules of ops that are in fp32 because of what they read or make, and not by a choice
+_ORDINARY = ("creation", "neutral", "no_float", "input", "getitem", "transparent", "sealed", "level")
+_FOLLOWS = re.compile(r"^follows \w[\w.]*, which is fp32$|^follows its input: .*")
+_NODE = re.compile(r"\b(computes with) \w[\w.]*,")
+_LIMIT = re.compile(r"; (\S+ was the limit of its dtype and is now \S+)$")
+
+
+def terminal_width() -> int:
+    """The width of the terminal, or of ``COLUMNS``; 100 where there is none."""
+    return max(shutil.get_terminal_size((WIDTH, 24)).columns, _NARROW)
+
+
+def lines(report: Report, width: int | None = None, hint: bool = True) -> list[Text]:
+    """What ``print(report)`` shows. ``hint``: whether to end with how to go on in Python."""
+    width = width or terminal_width()
+    if not report.rows and not report.not_captured:
+        return _paragraph("amp report: " + ("; ".join(report.notes) or "no op captured"), width)
+    made = [*totals(report, width), Text(), *_modules(report, width)]
+    for part in (_in_fp32(report, width), _limits(report, width), _remarks(report, width)):
+        made += [Text(), *part] if part else []
+    return [*made, Text(), *_paragraph(_hint(report), width, style="dim")] if hint and report.rows else made
+
+
+def _hint(report: Report) -> str:
+    """What to type next, with names of this report."""
+    kept = [r for r in report.rows if r.precision == "float32" and r.rule in ("table", "wide") and not _is_ordinary(r)]
+    low = [r for r in report.rows if r.precision in LOW]
+    told = "Every op: print(report.full())."
+    if not kept and not low:
+        return told
+    one = (kept or low)[0]
+    change = f'low: white_list=["{one.op}"]' if kept else f'in fp32: black_list=["{one.op}"]'
+    if not kept and one.module:
+        change += f' or exclude=["{one.module}"]'
+    return f'{told} One op: report.why("{one.op}"). To run it {change}.'
+
+
+def full(report: Report, width: int | None = None) -> list[Text]:
+    """Every row below its module, and the rest of the report behind them."""
+    width = width or terminal_width()
+    if not report.rows:
+        return lines(report, width)
+    first_column = min(max(len(_named(r)) for r in report.rows), width // 3)
+    second_column = max(len(SHORT.get(r.precision, r.precision)) for r in report.rows)
+    room = width - first_column - second_column - 6
+    made: list[Text] = []
+    module: str | None = None
+    for row in report.rows:
+        if row.module != module:
+            module = row.module
+            made.append(Text(_fit(module or ROOT, width), style="bold blue"))
+        style = COLOURS.get(row.precision, COLOURS[""])[0]
+        first, *rest = textwrap.wrap(row.reason, room) or [""]
+        made.append(
+            Text.assemble("  ", (_cut(_named(row), first_column), style), "  ",
+                          (SHORT.get(row.precision, row.precision).ljust(second_column), style), "  ", (first, "dim"))
+        )  # fmt: skip
+        made += [Text(" " * (width - room) + more, style="dim") for more in rest]
+    return [*made, Text(), *ending(report, width)]
+
+
+def ending(report: Report, width: int, graph: str = "") -> list[Text]:
+    """What stands below a list of all ops: the totals, what was not captured, notes and kernels. ``graph``: which one
+    the casts are counted in."""
+    remarks = _remarks(report, width)
+    return [*totals(report, width, graph), *([Text(), *remarks] if remarks else [])]
+
+
+def _named(row: Row) -> str:
+    """The node, which mostly has the name of its op."""
+    return row.node if row.node.rstrip("_0123456789") == row.op.rstrip("_0123456789") else f"{row.node} ({row.op})"
+
+
+def totals(report: Report, width: int, graph: str = "") -> list[Text]:
+    """What a report adds up to, in two lines or three."""
+    counts: list[Text | str] = []
+    for name, number in sorted(report.by_precision.items()):
+        counts += [", " if counts else "", Text(f"{number} {name}", style=COLOURS.get(name, COLOURS[""])[0])]
+    where = f" in the {graph} graph" if graph else ""
+    found = [
+        Text.assemble(f"level {report.level}, {report.dtype}: {count(len(report.rows), 'op')} (", *counts, ")"),
+        Text.assemble((count(report.casts, "cast"), CAST[0]), f"{where} ({size(report.cast_bytes)}); matmul and "
+                      f"convolution FLOPs in low precision: {report.low_flops_share:.1%}"),
+    ]  # fmt: skip
+    made = [line for one in found for line in ([one] if len(one.plain) <= width else _paragraph(one.plain, width))]
+    return made + (_paragraph(work_line(report.work), width) if report.work is not None else [])
+
+
+# -------------------------------------------------------------------------------------------- by module
+
+
+def _modules(report: Report, width: int) -> list[Text]:
+    found = summarize(report)
+    precisions = [name for name in COLOURS if any(m.ops[name] for m in found)]
+    flops = sum(m.flops for m in found)
+    head = ["module", "ops", *(SHORT.get(name, name) for name in precisions)]
+    head += ["FLOPs", "low FLOPs"] if flops else []
+    head += ["casts"] if report.casts_by_module is not None else []
+    body = []
+    for m in found:
+        number = sum(m.ops.values())
+        cells = [m.name + (f" ×{m.alike}" if m.alike > 1 else ""), f"{number:,}" if number else "-"]
+        cells += [f"{m.ops[name]:,}" if m.ops[name] else "-" for name in precisions]
+        if flops:
+            cells += [f"{m.flops / flops:.1%}", f"{m.low_flops / m.flops:.0%}"] if m.flops else ["-", "-"]
+        body.append([*cells, *([str(m.casts or "-")] if report.casts_by_module is not None else [])])
+    widths = [max(len(row[i]) for row in [head, *body]) for i in range(len(head))]
+    widths[0] = max(min(widths[0], width - sum(widths[1:]) - 2 * (len(widths) - 1)), 8)
+    styles = ["blue", "", *(COLOURS[name][0] for name in precisions), "", "", CAST[0]]
+    made = [Text("  ".join([_fit(head[0], widths[0]), *_right(head[1:], widths[1:])]), style="bold")]
+    for row in body:
+        cells = [_fit(row[0], widths[0]), *_right(row[1:], widths[1:])]
+        parts = [(cell, style) for cell, style in zip(cells, styles, strict=False)]
+        made.append(Text("  ").join(Text(cell, style=style) for cell, style in parts))
+    return made
+
+
+def _right(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
+    return [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+
+
+# ------------------------------------------------------------------------------------------- the unusual
+
+
+def _in_fp32(report: Report, width: int) -> list[Text]:
+    """The ops in fp32 by their reasons; at O0 nothing else is to be expected."""
+    rows = [r for r in report.rows if r.precision == "float32" and report.level != "O0"]
+    if not rows:
+        return []
+    made, names = [Text("in float32", style="bold")], merged_names(report)
+    kinds = _by_reason(r for r in rows if not _is_ordinary(r))
+    for reason, members in kinds[:_KINDS]:
+        made += _item(_listed(members, names), reason, width)
+    if len(kinds) > _KINDS:
+        made += _paragraph(f"and {count(len(kinds) - _KINDS, 'more reason')}: report.full()", width, "  ")
+    if rest := [r for r in rows if _is_ordinary(r)]:
+        why = "follow an input in float32, such as a parameter, or compute with constants alone"
+        made += _item(_listed(rest, names), why, width)
+    return made
+
+
+def _is_ordinary(row: Row) -> bool:
+    return row.rule in _ORDINARY or _FOLLOWS.match(row.reason) is not None
+
+
+def _limits(report: Report, width: int) -> list[Text]:
+    """Numbers that became the low dtype's own limit."""
+    found: dict[str, list[Row]] = {}
+    for row in report.rows:
+        if limit := _LIMIT.search(row.reason):
+            found.setdefault(limit[1], []).append(row)
+    if not found:
+        return []
+    names = merged_names(report)
+    made = [line for what, rows in found.items() for line in _item(_listed(rows, names), what, width)]
+    return [Text("constants", style="bold"), *made]
+
+
+def _remarks(report: Report, width: int) -> list[Text]:
+    """What was not captured, the notes, and the kernels that stand in for ATen's."""
+    made: list[Text] = []
+    for what in report.not_captured:
+        made += _paragraph(f"not captured: {what}", width, style="yellow")
+    for note in report.notes:
+        made += _paragraph(f"note: {note}", width, style="yellow")
+    for kernel in report.kernels:
+        made += _paragraph(f"kernel: {kernel}", width)
+    return made
+
+
+def _by_reason(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
+    """Rows of one reason together, the largest number first; names of single nodes do not make another reason."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(_LIMIT.sub("", _NODE.sub(r"\1 a value,", row.reason)), []).append(row)
+    return sorted(found.items(), key=lambda item: -len(item[1]))
+
+
+def _listed(rows: Sequence[Row], names: Mapping[str, str]) -> str:
+    """``24 × softmax, sum in encoder.layer.0-11.attention``."""
+    ops = [op for op, _ in Counter(r.op for r in rows).most_common()]
+    places = list(dict.fromkeys(names[r.module] for r in rows))
+    where = places[0] if len(places) == 1 else f"{places[0]} and {count(len(places) - 1, 'more module')}"
+    return f"{len(rows)} × {', '.join(ops[:4])}{', …' if len(ops) > 4 else ''} in {where}"
+
+
+# ----------------------------------------------------------------------------------------------- layout
+
+
+def _item(what: str, why: str, width: int) -> list[Text]:
+    return [*_paragraph(what, width, "  "), *_paragraph(why, width, "      ", style="dim")]
+
+
+def _paragraph(text: str, width: int, indent: str = "", style: str = "") -> list[Text]:
+    """Wrapped at spaces; a path or a line of code that is wider than the terminal is left whole, to be copied."""
+    more = indent if indent else "    "
+    wrapped = textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=more, break_long_words=False,
+                            break_on_hyphens=False)  # fmt: skip
+    return [Text(line, style=style) for line in wrapped]
+
+
+def _fit(text: str, width: int) -> str:
+    """Paths are cut in front: the end tells more."""
+    return text.ljust(width) if len(text) <= width else "…" + text[len(text) - width + 1 :]
+
+
+def _cut(text: str, width: int) -> str:
+    return text.ljust(width) if len(text) <= width else text[: width - 1] + "…"
