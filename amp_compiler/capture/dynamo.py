@@ -25,6 +25,11 @@ from .frames import Outside, compile_with
 
 #: signatures that one compiled module may have before Dynamo gives up on it
 RECOMPILE_LIMIT = 64
+RECOMPILE_LIMIT_REACHED = (
+    "it was compiled for so many different values that Dynamo gave up. If Python code computes with a number that "
+    "changes at every call (math.exp, a probability), pass the number as a tensor and compute with torch: "
+    "torch.tensor(0.1). TORCH_LOGS=recompiles shows which value it was"
+)
 #: part of a reason for a graph break -> what helps
 REMEDIES = {
     "Dynamic shape operator": "sizes that depend on values (nonzero, masked_select) are captured with "
