@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -53,13 +53,14 @@ def is_ours(error: Exception) -> bool:
     return isinstance(error, mistakes) or isinstance(_cause(error), mistakes)
 
 
-def users_mistake(function: Callable[..., Any], given: Any, owner: Owner, device: torch.device) -> Exception | None:
-    """What plain PyTorch says to a batch that could not be traced; None if it has nothing against it.
+def users_mistake(function: Callable[..., Any], given: Sequence[Any], owner: Owner, device: torch.device) -> Any:
+    """The exception that plain PyTorch raises for a batch that could not be traced; None if it raises none.
 
     A shape that does not fit fails inside Dynamo, on fakes and with Dynamo's words. The same code without it raises
     what the user knows, with the user's line on top. Nothing of the run is changed.
     """
-    batch = Batch(*given, [], 0, None).copy()
+    args, kwargs, targets = given
+    batch = Batch(args, kwargs, targets, rng=[], number=0, before=None).copy()
     try:
         with undisturbed(owner, device), torch.enable_grad():
             function(*batch)

@@ -37,6 +37,7 @@ from .pieces import PieceBackend, Pieces
 from .probe import Probe
 from .rerun import explain_last_update
 from .results import Answer, StepResult, check_loss_fn, detached, split
+from .stuck import warn_if_stuck
 from .whole import WholeStep
 from .window import Batch, Window, multiply_, rng_state
 
@@ -134,8 +135,10 @@ def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
 
 
 def _scaler(asked: Any) -> LossScaler | None:
-    if asked is None or isinstance(asked, LossScaler):
-        return asked
+    if asked is None:
+        return None
+    if isinstance(asked, LossScaler):
+        return asked if asked.is_enabled() else None
     if isinstance(asked, str):
         if asked == "dynamic":
             return DynamicLossScaler()
@@ -325,6 +328,7 @@ class TrainStep:
             assert self.scaler is not None
             self.scaler.adapt(window.found.view(()))
             self._loss_watch.end(result.updated, host_has_waited=taken is not None)
+            warn_if_stuck(self.scaler, self._explain, waited=taken is False)
         return result
 
     def _result(self, loss: Tensor, norm: Tensor, *, updated: bool) -> StepResult:
@@ -392,6 +396,9 @@ class TrainStep:
         lost = any(b.lost() for b in self._window.batches) and bool(all_finite(self._gradients()))
         if self.scaler is None and not lost:  # the weights may have been updated from what is not finite
             return Overflow("There is no loss scaler, so no gradient is checked: compile with loss_scaler='dynamic'.")
+        return self._explain()
+
+    def _explain(self) -> Overflow:
         captured = self._whole if self._pieces is None else self._pieces.captured
         adapts = isinstance(self.scaler, DynamicLossScaler)
         return explain_last_update(captured, self._probe, self._owner, self._window, adapts)
@@ -403,6 +410,8 @@ class TrainStep:
         random generators. Save it by ``torch.save``; your data loader and scheduler have their own. As with torch, the
         tensors are those of the model and the optimizer: copy.deepcopy what you want to keep while training goes on."""
         self._loss_watch.look()
+        if self.scaler is not None:
+            warn_if_stuck(self.scaler, self._explain, waited=True)
         return checkpoint.collect(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
