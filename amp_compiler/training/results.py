@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -109,6 +109,8 @@ def detached(value: Any, low: torch.dtype | None = None) -> Any:
 
 
 def _detached(value: Any, low: torch.dtype | None, seen: dict[int, Any]) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
     if isinstance(value, Tensor):
         return value.detach().float() if value.dtype is low else value.detach()
     if id(value) in seen:
@@ -116,14 +118,16 @@ def _detached(value: Any, low: torch.dtype | None, seen: dict[int, Any]) -> Any:
     leaves, spec = pytree.tree_flatten(value, is_leaf=lambda v: v is not value)
     if not (spec.is_leaf() or (leaves and leaves[0] is value)):
         return pytree.tree_unflatten([_detached(leaf, low, seen) for leaf in leaves], spec)
-    own = getattr(value, "__dict__", None)
-    if not isinstance(own, dict) or isinstance(value, (nn.Module, type)) or callable(value):
+    if isinstance(value, (nn.Module, type)) or callable(value):
         return value
-    new = {}
+    own = dict(getattr(value, "__dict__", {}))
+    if is_dataclass(value):  # it may have slots instead
+        own |= {f.name: getattr(value, f.name) for f in fields(value) if hasattr(value, f.name)}
+    if not own:
+        return value
     twin = seen[id(value)] = copy.copy(value)
     for name, item in own.items():
-        new[name] = _detached(item, low, seen)
-    vars(twin).update(new)
+        object.__setattr__(twin, name, _detached(item, low, seen))  # also where the class is frozen
     return twin
 
 

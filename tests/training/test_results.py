@@ -113,6 +113,12 @@ class Answer:
     parts: list[Tensor] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Slots:
+    loss: Tensor
+    logits: Tensor
+
+
 class Foreign:
     """What a cache is: an object that nobody who trains asks for."""
 
@@ -144,6 +150,7 @@ KINDS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], bool]]] 
         lambda loss, logits: Answer(loss, logits, parts=[logits]),
         lambda e: is_logits(e["logits"]) and e["note"] == "kept" and is_logits(e["parts"][0]) and "loss" not in e,
     ),
+    "slots": (Slots, lambda extra: list(extra) == ["logits"] and is_logits(extra["logits"])),
     "ModelOutput": (hf_output, lambda extra: list(extra) == ["logits"] and is_logits(extra["logits"])),
 }
 
@@ -162,7 +169,8 @@ class Returns(Network):
 
 @pytest.mark.filterwarnings("ignore:.*not one graph")
 @pytest.mark.parametrize(
-    ("kind", "way"), [*((kind, "whole") for kind in KINDS), ("pair", "pieces"), ("dataclass", "pieces")]
+    ("kind", "way"),
+    [*((kind, "whole") for kind in KINDS), ("pair", "pieces"), ("dataclass", "pieces"), ("slots", "pieces")],
 )
 def test_kinds_of_answers(kind: str, way: str) -> None:
     """From a model with its own loss; a KV cache and its like are left out of ``extra``."""
@@ -176,8 +184,9 @@ def test_kinds_of_answers(kind: str, way: str) -> None:
     if kind != "ModelOutput":
         made = KINDS[kind][0](torch.ones(()), torch.ones(5, 2))
         assert type(result.output) is type(made)
-    if kind == "dataclass":
+    if kind in ("dataclass", "slots"):
         assert is_plain(result.output.logits)
+    if kind == "dataclass":
         assert is_plain(result.output.parts[0])
 
 
