@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .scalers import all_finite as all_finite
     from .scopes import precision as precision
     from .scopes import set_precision as set_precision
-    from .training.step import StepResult as StepResult
+    from .training.results import StepResult as StepResult
     from .training.step import TrainStep as TrainStep
     from .training.step import compile_train_step as compile_train_step
 
@@ -54,7 +54,7 @@ _PUBLIC = {
     "Report": "report",
     "ScalerError": "errors",
     "StaticLossScaler": "scalers",
-    "StepResult": "training.step",
+    "StepResult": "training.results",
     "TrainStep": "training.step",
     "all_finite": "scalers",
     "amp_compile": "compile",

@@ -22,7 +22,7 @@ from . import graph as g
 from . import pipeline
 from .capture import dynamo
 from .capture.remedies import remedy
-from .errors import AmpError, AmpWarning, BannedOpError, CaptureError
+from .errors import AmpError, AmpWarning, ArgumentError, BannedOpError, CaptureError
 from .logs import log
 from .outside import Uncaptured, suspended
 from .passes.base import Context
@@ -165,6 +165,8 @@ class Captured:
                 explained = _explain(error, self.options.fullgraph)
                 if explained is None:
                     raise
+                if isinstance(explained, ArgumentError):  # the user's to mend: Dynamo's frames say nothing about it
+                    raise explained.with_traceback(None) from None
                 raise explained from error
         if Surroundings.now().opened > state.entered.opened and "scope" not in state.warned:
             state.warned.add("scope")
@@ -381,6 +383,8 @@ def _explain(error: Exception, fullgraph: bool) -> Exception | None:
         if isinstance(inner, AmpError):
             return inner if inner is not error else None
         inner = getattr(inner, "inner_exception", None) or (inner.__cause__ if inner is not None else None)
+    if isinstance(error, exc.FailOnRecompileLimitHit):
+        return CaptureError(dynamo.RECOMPILE_LIMIT_REACHED)
     if isinstance(error, exc.Unsupported) or (fullgraph and isinstance(error, exc.TorchDynamoException)):
         first = str(error).strip().splitlines()[0]
         return CaptureError(

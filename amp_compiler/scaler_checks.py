@@ -58,6 +58,15 @@ def cap(value: Any, name: str) -> float | None:
     return None if value is None else scale_of(value, name)
 
 
+def device(value: Any, name: str) -> torch.device | None:
+    if value is None:
+        return None
+    try:
+        return torch.device(value)
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError(f"{name} must be a device such as 'cuda' or 'cpu', or None, not {value!r}.") from error
+
+
 def count(value: Any, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
         raise ArgumentError(f"{name} must be a count, not {value!r}.")

@@ -1,18 +1,16 @@
 """Loss scalers: multiply the loss, divide the gradients, leave a step out if one is not finite, adapt the scale.
 
 They stand where ``torch.amp.GradScaler`` does, with the same methods, and add a floor and a cap for the scale,
-patience, and a diagnosis when the floor is reached and gradients still overflow. The state lives in small tensors on
+patience, and a diagnosis when update after update is skipped. The state lives in small tensors on
 the loss's device, and nothing but ``step`` of an optimizer that is not fused makes the host wait for it.
 """
 
 from __future__ import annotations
 
-import enum
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -22,9 +20,10 @@ from . import scaler_checks as checks
 from .errors import AmpWarning, ArgumentError, ScalerError
 from .kernels import all_finite as finite_kernel
 from .kernels import unscale as unscale_kernel
+from .scaler_state import Stage, TorchScaler, Use
 from .update import apply_update, gradients, inverse, takes_found_inf
 
-STUCK_AFTER = 20  # updates in a row with non-finite gradients while the scale cannot fall, before a warning
+STUCK_AFTER = 10  # updates in a row that are skipped before a warning
 
 Nested = TypeVar("Nested")
 
@@ -44,63 +43,24 @@ def all_finite(tensors: Tensor | Iterable[Tensor | None]) -> Tensor:
     return finite_kernel.all_finite(given)
 
 
-class _Stage(enum.Enum):
-    READY = enum.auto()
-    UNSCALED = enum.auto()
-    STEPPED = enum.auto()
-
-
-@dataclass(slots=True)
-class _Use:
-    """What was done with one optimizer since the last update."""
-
-    optimizer: Optimizer  # held, so that its id is not given to another one meanwhile
-    stage: _Stage = _Stage.READY
-    found: Tensor | None = None  # 1.0 if a gradient was not finite, on the scale's device
-
-
-class _Numbers:
-    """A scaler's numbers: plain ones until the device is known, then tensors of no dimensions on it."""
-
-    DTYPES: ClassVar = {
-        "scale": torch.float32,
-        "finite": torch.int32,  # updates in a row with finite gradients
-        "overflows": torch.int32,  # updates in a row with non-finite ones since the scale last fell
-        "stuck": torch.float32,  # updates in a row with non-finite ones while the scale could not fall
-    }
-
-    def __init__(self, scale: float) -> None:
-        self.plain: dict[str, Any] = {"scale": scale, "finite": 0, "overflows": 0, "stuck": 0}
-        self.tensors: dict[str, Tensor] = {}
-
-    def create(self, device: torch.device) -> None:
-        for name, dtype in self.DTYPES.items():
-            self.tensors[name] = torch.full((), self.plain[name], dtype=dtype, device=device)
-
-    def read(self, name: str) -> Any:
-        """The number on the host. For a CPU tensor ``tolist`` dispatches no op."""
-        if name not in self.tensors:
-            return self.plain[name]
-        return type(self.plain[name])(self.tensors[name].tolist())
-
-    def write(self, **values: float) -> None:
-        for name, value in values.items():
-            self.plain[name] = value
-            if name in self.tensors:
-                self.tensors[name].fill_(value)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"plain": {name: self.read(name) for name in self.plain}, "tensors": {}}
-
-
-class LossScaler:
+class LossScaler(TorchScaler):
     """What both scalers share. Here the scale never changes by itself."""
 
-    def __init__(self, scale: float) -> None:
-        self._numbers = _Numbers(scale)
+    def __init__(self, scale: float, device: torch.device | str | None, enabled: bool) -> None:
+        where = checks.device(device, "device")
+        if not isinstance(enabled, bool):
+            raise ArgumentError(f"enabled must be True or False, not {enabled!r}.")
+        if enabled and where is not None and where.type == "cuda" and not torch.cuda.is_available():
+            warnings.warn(
+                f"{type(self).__name__}(device={str(where)!r}): CUDA is not available, so the scaler is disabled, as "
+                "torch.amp.GradScaler is. Leave device= out to have it on the device of the loss.",
+                AmpWarning,
+                stacklevel=3,
+            )
+            enabled = False
+        super().__init__(scale, where, enabled)
         self._replicas: dict[torch.device, Tensor] = {}
-        self._uses: dict[int, _Use] = {}
-        self._warned = False
+        self._told = 0  # updates in a row that were skipped when a warning last told of them
 
     # ------------------------------------------------------------------------------------------ a training loop
 
@@ -109,7 +69,9 @@ class LossScaler:
     @overload
     def scale(self, outputs: Nested) -> Nested: ...
     def scale(self, outputs: Any) -> Any:
-        """The loss, or a nested tuple, list or dict of losses, times the scale."""
+        """The loss, or a nested tuple, list or dict of losses, times the scale; as it is if the scaler is disabled."""
+        if not self._enabled:
+            return outputs
         return _map(outputs, lambda tensor: tensor * self.scale_on(tensor.device), "scale")
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
@@ -125,15 +87,17 @@ class LossScaler:
         For what needs true gradients before the step: clipping, logging. Gradients keep their dtype, so those of fp16
         parameters are rounded to fp16 again and small ones vanish; ``unscale`` gives fp32 copies.
         """
+        if not self._enabled:
+            return
         scale = self._existing("unscale_")
         use = self._use(optimizer)
-        if use.stage is _Stage.UNSCALED:
+        if use.stage is Stage.UNSCALED:
             raise ScalerError(
                 f"unscale_() was already called for this {_name(optimizer)} since the last update(): a second one "
                 "would divide its gradients twice. Call unscale_() once, after the last backward(), then step(), then "
                 "update()."
             )
-        if use.stage is _Stage.STEPPED:
+        if use.stage is Stage.STEPPED:
             raise ScalerError(
                 f"unscale_() was called after step() for this {_name(optimizer)}. Call unscale_() before step(), and "
                 "update() once after the steps of all optimizers."
@@ -143,7 +107,7 @@ class LossScaler:
             found = torch.zeros((), dtype=torch.float32, device=scale.device)
             unscale_kernel.unscale_(grads, inverse(scale), found)
             use.found = found
-        use.stage = _Stage.UNSCALED
+        use.stage = Stage.UNSCALED
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale the gradients if that was not done, and take ``optimizer.step(*args, **kwargs)`` if all are finite.
@@ -151,6 +115,8 @@ class LossScaler:
         Returns what it returned, ``None`` if the step was left out. A fused optimizer decides on its own device; for
         others the host has to wait for the answer.
         """
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
         if any(callable(value) for value in (*args, *kwargs.values())):
             raise ScalerError(
                 "step() cannot take a closure: it would run the backward again, with gradients that nobody checks. Run "
@@ -158,13 +124,13 @@ class LossScaler:
             )
         scale = self._existing("step")
         use = self._use(optimizer)
-        if use.stage is _Stage.STEPPED:
+        if use.stage is Stage.STEPPED:
             raise ScalerError(
                 f"step() was already called for this {_name(optimizer)} since the last update(). Call update() once "
                 "after the steps of all optimizers."
             )
         grad_scale = None
-        if use.stage is _Stage.READY and (grads := gradients(optimizer)):
+        if use.stage is Stage.READY and (grads := gradients(optimizer)):
             if takes_found_inf(optimizer):
                 use.found = finite_kernel.non_finite(grads).to(scale.device, non_blocking=True)
                 grad_scale = scale
@@ -176,7 +142,7 @@ class LossScaler:
                 "or zero_grad() after it, or are all its parameters frozen (requires_grad=False)?"
             )
         result, taken = apply_update(optimizer, use.found, grad_scale=grad_scale, args=args, kwargs=kwargs)
-        use.stage = _Stage.STEPPED
+        use.stage = Stage.STEPPED
         if taken is False:
             self._look(3)  # the host has just waited, so one more number costs nothing
         return result
@@ -187,6 +153,8 @@ class LossScaler:
         A tensor is not looked at: what is not finite or not positive in it leaves the scale as it is, and the rest is
         brought between floor and cap.
         """
+        if not self._enabled:
+            return
         scale = self._existing("update")
         if new_scale is not None:
             self._set(scale, new_scale)
@@ -199,6 +167,7 @@ class LossScaler:
                     "update(). Call it once after step()."
                 )
             self.adapt(functools.reduce(torch.maximum, found))
+            self._look(3, waited=False)
 
     # ------------------------------------------------------------------------------------------ functional use
 
@@ -212,6 +181,8 @@ class LossScaler:
         fp16 and bf16 become fp32. The results carry no autograd history. ``update`` does not hear of them: tell
         ``adjust``.
         """
+        if not self._enabled:
+            return tensors
         structure = _map(tensors, Tensor.detach, "unscale")
         given = _leaves(structure, "unscale")
         if not given:
@@ -227,32 +198,31 @@ class LossScaler:
         """Adapt the scale to one bool tensor, as ``all_finite(gradients)`` gives it. No host sync."""
         if not isinstance(finite, Tensor) or finite.numel() != 1:
             raise ArgumentError("adjust() takes a bool tensor of one element, as all_finite(gradients) gives it.")
-        if not self._numbers.tensors:
-            self._numbers.create(finite.device)
-        scale = self._numbers.tensors["scale"]
-        self.adapt(finite.logical_not().reshape(()).to(scale.device, torch.float32, non_blocking=True))
+        self.adapt(finite.logical_not().reshape(()).float())
+        self._look(3, waited=False)
 
     def adapt(self, found: Tensor) -> None:
         """``adjust`` for a flag as torch's optimizers take it: 1.0 if a gradient was not finite, else 0.0, a fp32
-        tensor of no dimensions on the scale's device."""
-        if not self._numbers.tensors:
-            self._numbers.create(found.device)
+        tensor of no dimensions. It warns of nothing: ``newly_stuck`` tells a caller that wants to."""
+        if not self._enabled:
+            return
+        self._numbers.create(found.device)
         scale, stuck = self._numbers.tensors["scale"], self._numbers.tensors["stuck"]
-        if scale.device.type == "cpu":  # the host may look at these without waiting for anything
+        found = found.to(scale.device, non_blocking=True)
+        if self._numbers.on_host():  # the host may look at these without waiting for anything
             count = stuck.numpy()
-            count[...] = (count + 1) * found.numpy() * (scale.numpy() <= self._floor)
+            count[...] = (count + 1) * found.numpy()
         else:
-            stuck.add_(1).mul_(found).mul_(scale <= self._floor)
+            stuck.add_(1).mul_(found)
         self._rescale(scale, found)
         self._end_iteration()
-        if scale.device.type == "cpu":
-            self._look(4)
 
     def scale_on(self, device: torch.device | str | int) -> Tensor:
         """The scale on a device: a fp32 tensor of no dimensions that follows every later change. Not to be written."""
         where = torch.device(device)
-        if not self._numbers.tensors:
-            self._numbers.create(where)
+        if not self._enabled:
+            return torch.ones((), device=where)
+        self._numbers.create(where)
         scale = self._numbers.tensors["scale"]
         if scale.device == where:
             return scale
@@ -265,19 +235,32 @@ class LossScaler:
     # ------------------------------------------------------------------------------------------ values on the host
 
     def get_scale(self) -> float:
-        """The scale as a float. Waits for the device."""
+        """The scale as a float, 1.0 if disabled. Waits for the device."""
+        if not self._enabled:
+            return 1.0
         self._look(3)
         return float(self._numbers.read("scale"))
 
     @property
     def diagnosis(self) -> str:
-        """What is wrong, if the scale has been of no help for long; else an empty string. Waits for the device."""
+        """What is wrong, if many updates in a row were skipped; else an empty string. Waits for the device."""
         count = self._numbers.read("stuck")
         return self._advice(count) if count >= STUCK_AFTER else ""
 
+    def newly_stuck(self, *, waited: bool = True) -> int:
+        """How many updates in a row were skipped, if they are many (10) and this was not told yet; else 0.
+
+        ``waited``: the host has just waited for the device anyway. If not, it looks only where that costs nothing.
+        """
+        if not self._enabled or not (waited or self._numbers.on_host()):
+            return 0
+        count, before = self._numbers.read("stuck"), self._told
+        self._told = count if count >= STUCK_AFTER else 0
+        return self._told if before == 0 or count < before else 0
+
     def is_enabled(self) -> bool:
-        """True: these scalers have no off switch."""
-        return True
+        """False if the scaler was made with ``enabled=False``: it then leaves everything as it is."""
+        return self._enabled
 
     def get_growth_factor(self) -> float:
         """What the scale is multiplied by when it grows."""
@@ -291,8 +274,23 @@ class LossScaler:
         """How many finite updates in a row make the scale grow."""
         return 1
 
+    def set_growth_factor(self, new_factor: float) -> None:
+        """An error: a fixed scale does not change."""
+        raise ArgumentError(f"The scale of {type(self).__name__} is fixed. Use DynamicLossScaler for one that changes.")
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """An error: a fixed scale does not change."""
+        self.set_growth_factor(new_factor)
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """An error: a fixed scale does not change."""
+        self.set_growth_factor(new_interval)
+
     def state_dict(self) -> dict[str, Any]:
-        """All state as plain numbers, which ``torch.amp.GradScaler`` can load too. Waits for the device."""
+        """All state as plain numbers, which ``torch.amp.GradScaler`` can load too; empty if disabled. Waits for the
+        device."""
+        if not self._enabled:
+            return {}
         self._look(3)
         return {
             "scale": self._numbers.read("scale"),
@@ -306,6 +304,8 @@ class LossScaler:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over the scale of a state, of a scaler here or ``torch.amp.GradScaler``. A wrong one changes nothing."""
+        if not self._enabled:
+            return
         state = checks.State(state_dict)
         self._write(scale=state.take("scale", checks.scale_of), stuck=state.take("_stuck_tracker", checks.count, 0))
 
@@ -320,11 +320,11 @@ class LossScaler:
             )
         return self._numbers.tensors["scale"]
 
-    def _use(self, optimizer: Optimizer) -> _Use:
+    def _use(self, optimizer: Optimizer) -> Use:
         if (use := self._uses.get(id(optimizer))) is None:
             if not hasattr(optimizer, "param_groups"):
                 raise ArgumentError(f"A torch.optim.Optimizer is needed here, not {type(optimizer).__name__}.")
-            use = self._uses[id(optimizer)] = _Use(optimizer)
+            use = self._uses[id(optimizer)] = Use(optimizer)
         return use
 
     def _end_iteration(self) -> None:
@@ -337,10 +337,6 @@ class LossScaler:
         self._numbers.write(**values)
         for replica in self._replicas.values():
             replica.fill_(self._numbers.plain["scale"])
-
-    @property
-    def _floor(self) -> float:
-        return checks.LARGEST  # a scale that does not fall is always at its floor
 
     def _rescale(self, scale: Tensor, found: Tensor) -> None:
         """Change the scale after an update."""
@@ -361,11 +357,10 @@ class LossScaler:
     def _clamp(self, scale: Tensor) -> None:
         scale.clamp_(checks.SMALLEST, checks.LARGEST)
 
-    def _look(self, stacklevel: int) -> None:
-        """Warn once if the scale is of no help. Only where the host may read."""
-        if not self._warned and (advice := self.diagnosis):
-            self._warned = True
-            warnings.warn(advice, AmpWarning, stacklevel)
+    def _look(self, stacklevel: int, *, waited: bool = True) -> None:
+        """Warn, once for each time that updates go on being skipped. Only where the host may read."""
+        if count := self.newly_stuck(waited=waited):
+            warnings.warn(self._advice(count), AmpWarning, stacklevel)
 
     def _advice(self, count: int) -> str:
         return (
@@ -391,8 +386,8 @@ class StaticLossScaler(LossScaler):
     tensor(256.)
     """
 
-    def __init__(self, scale: float) -> None:
-        super().__init__(checks.scale_of(scale, "scale"))
+    def __init__(self, scale: float, *, device: torch.device | str | None = None, enabled: bool = True) -> None:
+        super().__init__(checks.scale_of(scale, "scale"), device, enabled)
 
     def __repr__(self) -> str:
         return f"StaticLossScaler({self._numbers.read('scale'):g})"
@@ -404,6 +399,8 @@ class DynamicLossScaler(LossScaler):
     After ``growth_interval`` finite updates in a row it is multiplied by ``growth_factor``; after ``overflow_patience``
     updates in a row with non-finite gradients (each of these steps is left out) by ``backoff_factor``. It stays
     between ``min_scale`` and ``max_scale`` (``None``: the largest finite fp32 number) and is never inf, NaN or 0.
+    ``device``: where the scale is kept (``None``: where the first loss is). With ``enabled=False`` losses and gradients
+    are left as they are, and ``step`` is ``optimizer.step``. A ``torch.amp.GradScaler`` to ``isinstance``.
 
     >>> scaler = DynamicLossScaler(init_scale=4.0, growth_interval=1)
     >>> weight = torch.nn.Parameter(torch.ones(1))
@@ -426,13 +423,17 @@ class DynamicLossScaler(LossScaler):
         overflow_patience: int = 1,
         min_scale: float = 1.0,
         max_scale: float | None = None,
+        device: torch.device | str | None = None,
+        enabled: bool = True,
     ) -> None:
+        if isinstance(init_scale, (str, torch.device)):
+            raise ArgumentError(f"init_scale must be a number: the device is a keyword, device={str(init_scale)!r}.")
         self._growth_factor = checks.growth(growth_factor, "growth_factor")
         self._backoff_factor = checks.backoff(backoff_factor, "backoff_factor")
         self._growth_interval = checks.positive_int(growth_interval, "growth_interval")
         self._overflow_patience = checks.positive_int(overflow_patience, "overflow_patience")
         self._min_scale, self._max_scale = checks.scale_of(min_scale, "min_scale"), checks.cap(max_scale, "max_scale")
-        super().__init__(self._checked(init_scale, "init_scale"))
+        super().__init__(self._checked(init_scale, "init_scale"), device, enabled)
 
     def get_growth_factor(self) -> float:
         return self._growth_factor
@@ -460,8 +461,9 @@ class DynamicLossScaler(LossScaler):
             self._numbers.tensors["finite"].clamp_(max=new_interval - 1)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            **super().state_dict(),
+        state = super().state_dict()
+        return state and {
+            **state,
             "overflow_patience": self._overflow_patience,
             "min_scale": self._min_scale,
             "max_scale": self._max_scale,
@@ -473,6 +475,8 @@ class DynamicLossScaler(LossScaler):
         What the latter does not know (patience, floor, cap) stays as it is here, and its scale is brought between
         floor and cap.
         """
+        if not self._enabled:
+            return
         state = checks.State(state_dict)
         scale = state.take("scale", checks.scale_of)
         growth, backoff = state.take("growth_factor", checks.growth), state.take("backoff_factor", checks.backoff)
@@ -531,9 +535,15 @@ class DynamicLossScaler(LossScaler):
         self._clamp(scale)
 
     def _advice(self, count: int) -> str:
+        scale = self._numbers.read("scale")
+        if scale <= self._floor:
+            return (
+                f"Gradients were not finite in the last {count} updates although the loss scale is at its floor, "
+                f"{scale:g}; all these steps were left out. The cause is the model, not the scale: {_REMEDY}"
+            )
         return (
-            f"Gradients were not finite in the last {count} updates although the loss scale is at its floor, "
-            f"{self._min_scale:g}; all these steps were left out. The cause is the model, not the scale: {_REMEDY}"
+            f"Gradients were not finite in the last {count} updates, and all these steps were left out; the loss scale "
+            f"has fallen to {scale:g}. If it goes on, the cause is the model, not the scale: {_REMEDY}"
         )
 
     def __repr__(self) -> str:

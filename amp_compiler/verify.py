@@ -398,6 +398,8 @@ class _Repropagate(fx.Interpreter):
             return None
         if g.is_higher_order(n):
             return n.meta.get("val")  # its bodies are graphs of their own
+        if n.op == "call_function" and g.op_name(n) in ("item", "_local_scalar_dense"):
+            return n.meta.get("val")  # a new symbol would be one that AOTAutograd misses in the graph's results
         result = super().run_node(n)
         if n.op == "call_function":
             for got, said in zip(

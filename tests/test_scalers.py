@@ -787,7 +787,7 @@ class Model:
 
     def adjust(self, finite: bool) -> None:
         o = self.options
-        self.stuck = 0 if finite or self.scale > o["min_scale"] else self.stuck + 1
+        self.stuck = 0 if finite else self.stuck + 1
         if finite:
             self.bad, self.good = 0, self.good + 1
             if self.good == o["growth_interval"]:
@@ -887,30 +887,39 @@ def test_static_state() -> None:
 # ------------------------------------------------------------------------------------------ diagnosis
 
 
-def test_stuck_at_the_floor() -> None:
-    scaler = DynamicLossScaler(4.0, min_scale=2.0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(STUCK_AFTER):  # the first is still above the floor
-            scaler.adjust(flag(False))
+def test_skipped_again_and_again() -> None:
+    """One warning for each time that it happens, wherever the scale is meanwhile."""
+    scaler = DynamicLossScaler(2.0**16)
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            repeat(STUCK_AFTER - 1, lambda: scaler.adjust(flag(False)))
+            assert scaler.diagnosis == ""
+        with pytest.warns(AmpWarning, match=r"last 10 updates.*left out") as caught:
+            repeat(STUCK_AFTER, lambda: scaler.adjust(flag(False)))
+        assert len(caught) == 1
+        assert caught[0].filename == __file__
+        assert "explain_overflow" in scaler.diagnosis
+        scaler.adjust(flag(True))
         assert scaler.diagnosis == ""
-        assert scaler.get_scale() == 2.0
-    with pytest.warns(AmpWarning, match=r"last 20 updates .* floor, 2; .* cause is the model, not the scale") as caught:
-        repeat(10, lambda: scaler.adjust(flag(False)))
+
+
+def test_where_the_scale_is_when_it_is_of_no_help() -> None:
+    scaler = DynamicLossScaler(2.0**16)
+    with pytest.warns(AmpWarning, match=r"has fallen to 64\. If it goes on, the cause is the model"):
+        repeat(STUCK_AFTER, lambda: scaler.adjust(flag(False)))
+    scaler = DynamicLossScaler(4.0, min_scale=2.0)
+    with pytest.warns(AmpWarning, match=r"floor, 2; .* cause is the model, not the scale") as caught:
+        repeat(STUCK_AFTER, lambda: scaler.adjust(flag(False)))
     assert len(caught) == 1
-    assert caught[0].filename == __file__
-    assert "explain_overflow" in scaler.diagnosis
     assert "learning rate" in scaler.diagnosis
-    scaler.adjust(flag(True))
-    assert scaler.diagnosis == ""
 
 
-def test_stuck_in_a_loop() -> None:
+def test_skipped_again_and_again_in_a_loop() -> None:
     scaler, optimizer = DynamicLossScaler(1.0), optim.SGD([weight()], lr=0.1)
     with pytest.warns(AmpWarning, match="at its floor") as caught:
         repeat(STUCK_AFTER + 5, lambda: train(scaler, optimizer, NAN))
     assert len(caught) == 1
-    assert caught[0].filename == __file__
 
 
 def test_static_scale_of_no_help() -> None:

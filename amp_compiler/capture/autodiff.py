@@ -175,7 +175,7 @@ def _detach_all_but(gm: fx.GraphModule, loss: int) -> None:
     results = pytree.tree_leaves(last.args[0], is_leaf=lambda x: x is None)
     for place, node in enumerate(results):
         value = g.tensor_of(node) if isinstance(node, fx.Node) else None
-        if place != loss and value is not None and value.dtype.is_floating_point:
+        if place != loss and value is not None and (value.dtype.is_floating_point or value.dtype.is_complex):
             with gm.graph.inserting_before(last):
                 results[place] = gm.graph.call_function(torch.ops.aten.detach.default, (node,))
             results[place].meta["val"] = value.detach()

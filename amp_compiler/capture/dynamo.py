@@ -26,6 +26,11 @@ from .remedies import Reason, remedy
 
 #: signatures that one compiled module may have before Dynamo gives up on it
 RECOMPILE_LIMIT = 64
+RECOMPILE_LIMIT_REACHED = (
+    "it was compiled for so many different values that Dynamo gave up. If Python code computes with a number that "
+    "changes at every call (math.exp, a probability), pass the number as a tensor and compute with torch: "
+    "torch.tensor(0.1). TORCH_LOGS=recompiles shows which value it was"
+)
 _CALLERS = itertools.count()
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Any]
 

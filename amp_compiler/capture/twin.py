@@ -126,7 +126,12 @@ def _fake_mode_of(values: Sequence[Any]) -> Iterator[None]:
 def _fresh(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    return _like(value, g.retype(value, value.dtype))
+    fresh: Any = _like(value, g.retype(value, value.dtype))
+    # torch 2.13: a Python float that changes from call to call is a tensor of no dimensions; its ``item()`` is a symbol
+    # that Dynamo keeps on the fake, and fails on a fake that has none
+    if (number := getattr(value, "item_memo", None)) is not None:
+        fresh.item_memo = number
+    return fresh
 
 
 def _like(value: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:

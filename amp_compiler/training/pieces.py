@@ -12,7 +12,7 @@ from ..backend import Backend, Captured, Options, State
 from ..kernels.unscale import unscale_
 from .owner import Owner
 from .probe import Probe
-from .whole import check_loss
+from .results import Answer, check_loss
 from .window import Window
 
 #: state of more bytes than this in all is copied only where an earlier update has written to them
@@ -42,7 +42,7 @@ class Pieces:
         self.captured, self.owner, self.window = captured, owner, window
         self.written: set[str] = set()  # names of state that an update has written to
 
-    def __call__(self, args: tuple[Any, ...], kwargs: Any, targets: Any) -> Tensor:
+    def __call__(self, args: tuple[Any, ...], kwargs: Any, targets: Any) -> Answer:
         window, parameters = self.window, self.owner.parameters()
         state = self.owner.state()
         versions = {name: b._version for name, b in state.items()}
@@ -51,8 +51,9 @@ class Pieces:
         window.hold(self.owner.attributes())
         before = [p.grad for p in parameters]
         try:
-            loss: Tensor = self.captured(args, kwargs, targets)
-            check_loss(loss)
+            answer = Answer(*self.captured(args, kwargs, targets))
+            check_loss(answer.loss, self.owner.loss_fn)
+            loss: Tensor = answer.loss
             window.release(parameters)
             if window.done == 0:
                 before = [None] * len(parameters)
@@ -79,7 +80,7 @@ class Pieces:
                 for name in self.written & window.saved.keys():
                     state[name].copy_(torch.where(bad, window.saved[name], state[name]))
             window.add([p for p, _ in new], gradients)
-        return loss.detach()
+        return answer
 
     def _copies(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         if sum(b.nbytes for b in state.values()) > _COPY_ALL and self.window.number > 1:

@@ -79,9 +79,9 @@ def _look(
     """Run a batch with checks: the loss, which parameters' gradients are finite, and what was seen."""
     probe.begin()
     try:
-        with _undisturbed(owner, window.device), torch.enable_grad():
+        with undisturbed(owner, window.device), torch.enable_grad():
             set_rng_state(batch.rng, window.device)
-            loss = captured(*batch.copy())
+            loss = captured(*batch.copy())[0]
             gradients = torch.autograd.grad(loss * (scale / window.size), parameters, allow_unused=True)
     finally:
         seen = probe.end()
@@ -89,7 +89,7 @@ def _look(
 
 
 @contextlib.contextmanager
-def _undisturbed(owner: Owner, device: torch.device) -> Iterator[None]:
+def undisturbed(owner: Owner, device: torch.device) -> Iterator[None]:
     """Random generators and what the model's modules hold are afterwards as they were."""
     states = rng_state(device)
     held = [(holder, key, holder[key]) for holder, key in owner.attributes()]

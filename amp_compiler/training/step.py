@@ -8,18 +8,15 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from .. import pipeline
 from ..arguments import call_arguments, check_request
 from ..backend import Captured, Options, State
-from ..capture.dynamo import with_own_code
-from ..capture.remedies import Reason, remedy
+from ..capture.dynamo import is_capture_failure, with_own_code
 from ..compile import AmpMethod, AmpModule
 from ..errors import AmpWarning, ArgumentError, CaptureError, PipelineError, VerifyError
 from ..kernels.all_finite import all_finite
@@ -32,12 +29,15 @@ from ..update import apply_update
 from ..verify import deep_by_default
 from ..work import Work
 from . import checkpoint
+from .failures import is_ours, needs_autograd, reason_of, users_mistake
 from .loss_watch import LossWatch
 from .overflow import Overflow
 from .owner import Owner
 from .pieces import PieceBackend, Pieces
 from .probe import Probe
 from .rerun import explain_last_update
+from .results import Answer, StepResult, check_loss_fn, detached, split
+from .stuck import warn_if_stuck
 from .whole import WholeStep
 from .window import Batch, Window, multiply_, rng_state
 
@@ -48,28 +48,9 @@ _SCALERS = 'loss_scaler is "dynamic", a DynamicLossScaler, a StaticLossScaler, a
 _WAITING: weakref.WeakKeyDictionary[nn.Module, Window] = weakref.WeakKeyDictionary()
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What one call of a training step gives: tensors on the model's device, nothing waits for them.
-
-    ``loss``: of this batch, not scaled. ``skipped``: True if this call was to update the weights and did not, because a
-    gradient was not finite. ``scale``: what the loss was multiplied by. ``grad_norm``: of all gradients of this update
-    so far, unscaled, before clipping. ``updated``: True if this call did update the weights; a learning-rate scheduler
-    goes by it. ``loss_finite``: False if the loss is inf or NaN. That alone skips nothing: if the gradients are finite,
-    the weights are updated, and a warning is given.
-    """
-
-    loss: Tensor
-    skipped: Tensor
-    scale: Tensor
-    grad_norm: Tensor
-    updated: Tensor
-    loss_finite: Tensor
-
-
 def compile_train_step(
     model: nn.Module,
-    loss_fn: Callable[[Any, Any], Tensor] | None,
+    loss_fn: Callable[[Any, Any], Any] | None,
     optimizer: torch.optim.Optimizer,
     level: str = "O2",
     *,
@@ -83,10 +64,13 @@ def compile_train_step(
     max_grad_norm: float | None = None,
     backend: str = "auto",
     disable_passes: Iterable[str] = (),
+    return_output: bool = False,
 ) -> TrainStep:
     """Compile a training step: ``step(inputs, targets)`` runs it and updates the model's own parameters.
 
-    ``loss_fn(output, targets)`` gives a scalar; None where the model returns the loss or an object with ``.loss``.
+    ``loss_fn(output, targets)`` gives a scalar, ``(loss, anything)`` or a dict with "loss", the rest of which is
+    ``result.extra``; None where the model returns such, or an object with ``.loss``. With ``return_output=True``
+    ``result.output`` is the model's output.
     ``inputs``: a tensor, a tuple of arguments or a dict of keyword arguments. ``loss_scaler``: "dynamic", a scaler, a
     number for a fixed scale, or None for no scaling and no check. With ``accumulate_steps=n`` every n-th call updates
     the weights, by the mean of n batches' gradients. ``max_grad_norm`` clips the unscaled gradients. The other
@@ -107,8 +91,7 @@ def compile_train_step(
         raise ArgumentError(
             "The model is on the meta device and has no values: give it some by model.to_empty(device=…)."
         )
-    if loss_fn is not None and not callable(loss_fn):
-        raise ArgumentError(f"loss_fn must be a function of (output, targets) or None, not {loss_fn!r}.")
+    check_loss_fn(loss_fn)
     _check_optimizer(optimizer, model)
     if isinstance(accumulate_steps, bool) or not isinstance(accumulate_steps, int) or accumulate_steps < 1:
         raise ArgumentError(f"accumulate_steps must be a whole number of at least 1, not {accumulate_steps!r}.")
@@ -131,7 +114,7 @@ def compile_train_step(
             AmpWarning,
             stacklevel=2,
         )
-    return TrainStep(model, loss_fn, optimizer, options, scaler, accumulate_steps, max_grad_norm)
+    return TrainStep(model, loss_fn, optimizer, options, scaler, accumulate_steps, max_grad_norm, return_output)
 
 
 def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
@@ -152,8 +135,10 @@ def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
 
 
 def _scaler(asked: Any) -> LossScaler | None:
-    if asked is None or isinstance(asked, LossScaler):
-        return asked
+    if asked is None:
+        return None
+    if isinstance(asked, LossScaler):
+        return asked if asked.is_enabled() else None
     if isinstance(asked, str):
         if asked == "dynamic":
             return DynamicLossScaler()
@@ -178,14 +163,15 @@ class TrainStep:
     def __init__(
         self,
         model: nn.Module,
-        loss_fn: Callable[[Any, Any], Tensor] | None,
+        loss_fn: Callable[[Any, Any], Any] | None,
         optimizer: torch.optim.Optimizer,
         options: Options,
         scaler: LossScaler | None,
         accumulate_steps: int,
         max_grad_norm: float | None,
+        return_output: bool = False,
     ) -> None:
-        self.model, self.loss_fn = model, loss_fn
+        self.model, self.loss_fn, self._return_output = model, loss_fn, return_output
         self.scaler, self.accumulate_steps, self.max_grad_norm = scaler, accumulate_steps, max_grad_norm
         self._options, self._state, self._probe = options, State(), Probe()
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -229,15 +215,15 @@ class TrainStep:
         with window.batch(scale):
             batch = Batch(args, kwargs, targets, rng_state(self._device), window.done, window.found)
             with torch.enable_grad():
-                loss = self._run(args, kwargs, targets)
+                loss, extra, output = self._run(args, kwargs, targets)
             batch.found = window.found
             batch.loss_finite = self._loss_finite = loss.detach().isfinite().reshape(())
             window.batches.append(batch)
         self._loss = loss.detach()
         self._loss_watch.see(self._loss_finite, first=window.done == 1)
-        if window.done < window.size:
-            return self._result(loss, self._norm(), updated=False)
-        return self._update(loss)
+        ends = window.done == window.size
+        result = self._update(loss) if ends else self._result(loss, self._norm(), updated=False)
+        return result if extra is output is None else dataclasses.replace(result, extra=extra, output=output)
 
     def flush(self) -> StepResult | None:
         """Update the weights from the batches that are waiting, fewer than ``accumulate_steps``, as at the end of an
@@ -249,24 +235,37 @@ class TrainStep:
             multiply_(self._gradients(), window.size / window.done)
         return self._update(self._loss)
 
-    def _run(self, args: tuple[Any, ...], kwargs: Any, targets: Any) -> Tensor:
+    def _run(self, args: tuple[Any, ...], kwargs: Any, targets: Any) -> Answer:
+        try:
+            found = self._run_captured(args, kwargs, targets)
+        except Exception as error:
+            if not is_capture_failure(error):
+                raise
+            mistake = users_mistake(self._function(mark=False), (args, kwargs, targets), self._owner, self._device)
+            if mistake is None:
+                raise
+            raise mistake from None
+        low = None if self.policy.autocast_device is None else self.policy.low
+        return Answer(found.loss.detach(), detached(found.extra, low), detached(found.output, low))
+
+    def _run_captured(self, args: tuple[Any, ...], kwargs: Any, targets: Any) -> Answer:
         if self._pieces is None:
             if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
                 raise ArgumentError(
                     "A training step cannot be captured under a TorchDispatchMode (a FLOP counter, a debug mode): "
                     "Dynamo compiles nothing there. Take the call out of it, or count with torch.profiler."
                 )
-            reason = _needs_autograd(self._owner, (args, kwargs, targets), first=self._whole is None)
+            reason = needs_autograd(self._owner, (args, kwargs, targets), first=self._whole is None)
             if reason is None:
                 whole = self._whole or self._capture_whole()
                 try:
-                    loss: Tensor = whole(args, kwargs, targets)
+                    found = Answer(*whole(args, kwargs, targets))
                     self._whole = whole
-                    return loss
+                    return found
                 except (CaptureError, PipelineError, VerifyError) as error:
-                    if deep_by_default() and _is_ours(error):
+                    if deep_by_default() and is_ours(error):
                         raise
-                    reason = _reason(error)
+                    reason = reason_of(error, args, kwargs, targets)
             return self._start_pieces(reason, args, kwargs, targets)
         return self._pieces(args, kwargs, targets)
 
@@ -275,14 +274,14 @@ class TrainStep:
         backend = WholeStep(self._owner, options, self._state, self._window, self._probe)
         return Captured(self._function(mark=True), self.model, options, self._state, backend, wide=_targets)
 
-    def _start_pieces(self, reason: str, args: tuple[Any, ...], kwargs: Any, targets: Any) -> Tensor:
+    def _start_pieces(self, reason: str, args: tuple[Any, ...], kwargs: Any, targets: Any) -> Answer:
         """The model is not one graph; if the pieces run, it stays so."""
         state = State()
         backend = PieceBackend(self.model, self._options, state, self._probe)
         captured = Captured(self._function(mark=False), self.model, self._options, state, backend, wide=_targets)
         pieces = Pieces(captured, self._owner, self._window)
         try:
-            loss = pieces(args, kwargs, targets)
+            found = pieces(args, kwargs, targets)
         except RuntimeError as error:
             if "double backward" not in str(error):
                 raise
@@ -295,23 +294,19 @@ class TrainStep:
             "the training step is not one graph, so it runs in pieces, with backward() and loss scaling outside of "
             f"them: {reason}"
         )
-        return loss
+        return found
 
     def _function(self, *, mark: bool) -> Callable[..., Any]:
-        """What is captured: the loss of one batch."""
-        model, loss_fn = self.model, self.loss_fn
+        """What is captured: the loss of one batch, what came with it, and the model's output if it is wanted."""
+        model, loss_fn, return_output = self.model, self.loss_fn, self._return_output
 
         def loss_of(args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> Any:
             output = model(*args, **kwargs)
-            if loss_fn is not None:
-                loss = loss_fn(output, targets)
-            elif isinstance(output, torch.Tensor):
-                loss = output
-            elif isinstance(output, dict) and "loss" in output:
-                loss = output["loss"]
-            else:
-                loss = getattr(output, "loss", output)
-            return torch.ops.amp.loss(loss) if mark and isinstance(loss, torch.Tensor) else loss
+            answer = output if loss_fn is None else loss_fn(output, targets)
+            loss, extra = split(answer, plain_only=loss_fn is None)
+            if mark and isinstance(loss, torch.Tensor):
+                loss = torch.ops.amp.loss(loss)
+            return loss, extra, output if return_output else None
 
         return with_own_code(loss_of)  # Dynamo remembers changing sizes by it
 
@@ -333,6 +328,7 @@ class TrainStep:
             assert self.scaler is not None
             self.scaler.adapt(window.found.view(()))
             self._loss_watch.end(result.updated, host_has_waited=taken is not None)
+            warn_if_stuck(self.scaler, self._explain, waited=taken is False)
         return result
 
     def _result(self, loss: Tensor, norm: Tensor, *, updated: bool) -> StepResult:
@@ -400,6 +396,9 @@ class TrainStep:
         lost = any(b.lost() for b in self._window.batches) and bool(all_finite(self._gradients()))
         if self.scaler is None and not lost:  # the weights may have been updated from what is not finite
             return Overflow("There is no loss scaler, so no gradient is checked: compile with loss_scaler='dynamic'.")
+        return self._explain()
+
+    def _explain(self) -> Overflow:
         captured = self._whole if self._pieces is None else self._pieces.captured
         adapts = isinstance(self.scaler, DynamicLossScaler)
         return explain_last_update(captured, self._probe, self._owner, self._window, adapts)
@@ -411,6 +410,8 @@ class TrainStep:
         random generators. Save it by ``torch.save``; your data loader and scheduler have their own. As with torch, the
         tensors are those of the model and the optimizer: copy.deepcopy what you want to keep while training goes on."""
         self._loss_watch.look()
+        if self.scaler is not None:
+            warn_if_stuck(self.scaler, self._explain, waited=True)
         return checkpoint.collect(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -421,7 +422,8 @@ class TrainStep:
         """A step of its own: copies of model, optimizer and scaler, captured anew at its first call."""
         parts = (self.model, self.loss_fn, self.optimizer, self.scaler)
         model, loss_fn, optimizer, scaler = copy.deepcopy(parts, memo)
-        twin = TrainStep(model, loss_fn, optimizer, self._options, scaler, self.accumulate_steps, self.max_grad_norm)
+        own = (self.accumulate_steps, self.max_grad_norm, self._return_output)
+        twin = TrainStep(model, loss_fn, optimizer, self._options, scaler, *own)
         memo[id(self)] = twin
         window = self._window
         for name in ("number", "done", "scale", "found", "saved"):
@@ -442,35 +444,3 @@ class TrainStep:
 def _targets(args: Any, kwargs: Any, targets: Any) -> Any:
     """What counts as wide of the arguments of a captured step."""
     return targets
-
-
-def _needs_autograd(owner: Owner, given: Any, *, first: bool) -> str | None:
-    """Why gradients must come from autograd itself: something waits for them there."""
-    if any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in owner.parameters()):
-        return "a parameter has a gradient hook, which only autograd calls"
-    for value in pytree.tree_leaves(given):
-        if isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:
-            return "an input comes from a computation that needs its gradient"
-    for module in owner.modules() if first else ():
-        if type(module).__module__.startswith(("torch.nn.parallel", "torch.distributed")):
-            return f"{type(module).__name__} exchanges gradients while autograd runs"
-    return None
-
-
-def _cause(error: Exception) -> BaseException:
-    cause: BaseException = error.__cause__ or error
-    return getattr(cause, "inner_exception", None) or cause
-
-
-def _reason(error: Exception) -> str:
-    """The line of an error that says what stopped the capture."""
-    cause = _cause(error)
-    reason = Reason(str(cause))
-    text = f"{reason}{remedy(reason)}"
-    return text if type(cause).__name__ in ("CaptureError", "Unsupported") else f"{type(cause).__name__}: {text}"
-
-
-def _is_ours(error: Exception) -> bool:
-    """A mistake of this package, as opposed to a model that cannot be one graph."""
-    mistakes = (PipelineError, VerifyError, AttributeError, KeyError, IndexError, NameError, SyntaxError)
-    return isinstance(error, mistakes) or isinstance(_cause(error), mistakes)

@@ -18,12 +18,12 @@ from .. import pipeline
 from ..backend import Backend, Options, Piece, State, resolve_backend
 from ..capture.autodiff import compile_joint, copy_graph, decompositions_for, joint_graph
 from ..capture.dynamo import assigned_attributes, input_sources
-from ..errors import ArgumentError, CaptureError
+from ..errors import CaptureError
 from ..passes.base import Context
-from ..policy import dtype_name
 from ..report import cast_totals, graph_rows, kernel_counts
 from .owner import Owner
 from .probe import Probe
+from .results import check_loss
 from .window import Window
 
 #: where the arguments of a step's captured function come from, as Dynamo writes it: all else is the model's own
@@ -49,7 +49,7 @@ class WholeStep(Backend):
         loss = graph.meta.get(g.LOSS)
         if loss is None:
             raise CaptureError("no tensor was returned as the loss")
-        check_loss(_output(graph, loss))
+        check_loss(_output(graph, loss), self.owner.loss_fn)
         sources = input_sources(graph)
         own = {i for i, source in enumerate(sources) if not source.startswith(_GIVEN)}
         known = {id(tensor): name for name, tensor in self.owner.buffers().items()}
@@ -85,21 +85,6 @@ class WholeStep(Backend):
             return self.probe.run(graph, args) if self.probe.looking else run(args)
 
         return call
-
-
-def check_loss(loss: Any) -> None:
-    """A loss must be one number."""
-    if not isinstance(loss, torch.Tensor):
-        raise ArgumentError(
-            f"The loss must be a scalar tensor, and it is a {type(loss).__name__}: give a loss_fn(output, targets), "
-            "or a model that returns the loss or an object with .loss."
-        )
-    if not loss.is_floating_point():
-        raise ArgumentError(f"The loss must be a float, and it is {dtype_name(loss.dtype)}: it has no gradient.")
-    if loss.numel() != 1:
-        raise ArgumentError(
-            f"The loss must be a scalar, and it has the shape {list(loss.shape)}: take its mean or sum in loss_fn."
-        )
 
 
 def _own_gradients(joint: fx.GraphModule) -> None:

@@ -1,0 +1,69 @@
+"""Why a training step cannot be one graph, and whose mistake it is when it cannot run at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..capture.dynamo import RECOMPILE_LIMIT_REACHED
+from ..capture.remedies import Reason, remedy
+from ..errors import PipelineError, VerifyError
+from .owner import Owner
+from .rerun import undisturbed
+from .window import Batch
+
+
+def needs_autograd(owner: Owner, given: Any, *, first: bool) -> str | None:
+    """Why gradients must come from autograd itself: something waits for them there."""
+    if any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in owner.parameters()):
+        return "a parameter has a gradient hook, which only autograd calls"
+    for value in pytree.tree_leaves(given):
+        if isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:
+            return "an input comes from a computation that needs its gradient"
+    for module in owner.modules() if first else ():
+        if type(module).__module__.startswith(("torch.nn.parallel", "torch.distributed")):
+            return f"{type(module).__name__} exchanges gradients while autograd runs"
+    return None
+
+
+def _cause(error: Exception) -> BaseException:
+    cause: BaseException = error.__cause__ or error
+    return getattr(cause, "inner_exception", None) or cause
+
+
+def reason_of(error: Exception, args: Any, kwargs: Any, targets: Any) -> str:
+    """The line of an error that says what stopped the capture. The batch that it met tells which numbers may change."""
+    if RECOMPILE_LIMIT_REACHED in str(error):
+        given = {**{f"argument {i}": v for i, v in enumerate(args)}, **kwargs, "targets": targets}
+        numbers = [name for name, v in given.items() if any(type(x) is float for x in pytree.tree_leaves(v))]
+        return RECOMPILE_LIMIT_REACHED + (f" (Python floats are in: {', '.join(numbers)})" if numbers else "")
+    cause = _cause(error)
+    reason = Reason(str(cause))
+    text = f"{reason}{remedy(reason)}"
+    return text if type(cause).__name__ in ("CaptureError", "Unsupported") else f"{type(cause).__name__}: {text}"
+
+
+def is_ours(error: Exception) -> bool:
+    """A mistake of this package, as opposed to a model that cannot be one graph."""
+    mistakes = (PipelineError, VerifyError, AttributeError, KeyError, IndexError, NameError, SyntaxError)
+    return isinstance(error, mistakes) or isinstance(_cause(error), mistakes)
+
+
+def users_mistake(function: Callable[..., Any], given: Sequence[Any], owner: Owner, device: torch.device) -> Any:
+    """The exception that plain PyTorch raises for a batch that could not be traced; None if it raises none.
+
+    A shape that does not fit fails inside Dynamo, on fakes and with Dynamo's words. The same code without it raises
+    what the user knows, with the user's line on top. Nothing of the run is changed.
+    """
+    args, kwargs, targets = given
+    batch = Batch(args, kwargs, targets, rng=[], number=0, before=None).copy()
+    try:
+        with undisturbed(owner, device), torch.enable_grad():
+            function(*batch)
+    except Exception as error:
+        return error
+    return None

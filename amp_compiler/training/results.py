@@ -1,0 +1,186 @@
+"""What one call of a training step gives, and how the loss is found in what the user's code returned.
+
+``split`` runs inside the captured function, so it is Python that Dynamo can trace. The rest of the answer and the
+model's output leave the graph as values: ``detached`` takes them out of autograd where the step runs in pieces.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..errors import ArgumentError
+from ..policy import dtype_name
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one call of a training step gives: tensors on the model's device, nothing waits for them.
+
+    ``loss``: of this batch, not scaled. ``skipped``: True if this call was to update the weights and did not, because a
+    gradient was not finite. ``scale``: what the loss was multiplied by. ``grad_norm``: of all gradients of this update
+    so far, unscaled, before clipping. ``updated``: True if this call did update the weights; a learning-rate scheduler
+    goes by it. ``loss_finite``: False if the loss is inf or NaN. That alone skips nothing: if the gradients are finite,
+    the weights are updated, and a warning is given.
+
+    ``extra``: what came with the loss, if anything did: ``metrics`` of ``(loss, metrics)``, the other entries of a dict
+    or object with ``loss``. ``output``: the model's output, with ``return_output=True``. Both are detached and have the
+    dtypes that the fp32 model would give; ``flush()`` has neither.
+    """
+
+    loss: Tensor
+    skipped: Tensor
+    scale: Tensor
+    grad_norm: Tensor
+    updated: Tensor
+    loss_finite: Tensor
+    extra: Any = None
+    output: Any = None
+
+
+class Answer(NamedTuple):
+    """What the captured function of a training step returns for one batch."""
+
+    loss: Any
+    extra: Any
+    output: Any
+
+
+# ------------------------------------------------------------------------------------- inside the captured function
+
+
+def split(answer: Any, *, plain_only: bool) -> tuple[Any, Any]:
+    """(the loss, the rest) of what a loss function or a model returned.
+
+    ``plain_only``: of an object or dict that the model returned, leave out what is not made of tensors and plain values
+    (a key-value cache): nobody asked for it, and returning it would cost memory.
+    """
+    if isinstance(answer, torch.Tensor):
+        return answer, None
+    names = _names(answer)
+    if names is not None:
+        values = {name: answer[name] if isinstance(answer, Mapping) else getattr(answer, name) for name in names}
+        loss = values.pop("loss")
+        return loss, {name: v for name, v in values.items() if not plain_only or _is_plain(v)}
+    if hasattr(answer, "loss"):
+        return answer.loss, None
+    if isinstance(answer, (tuple, list)) and len(answer) > 0 and isinstance(answer[0], torch.Tensor):
+        rest = answer[1:]
+        return answer[0], None if len(rest) == 0 else rest[0] if len(rest) == 1 else tuple(rest)
+    return answer, None
+
+
+def _names(answer: Any) -> list[str] | None:
+    """The names of the entries of a dict, dataclass or named tuple that has a ``loss``; None if it is no such."""
+    if isinstance(answer, Mapping):
+        names = list(answer.keys())
+    elif isinstance(answer, tuple):
+        names = list(getattr(answer, "_fields", ()))
+    else:
+        names = list(getattr(answer, "__dataclass_fields__", ()))
+    return names if "loss" in names else None
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(_is_plain(item) for item in value)
+    if isinstance(value, dict):
+        return all(_is_plain(item) for item in value.values())
+    return value is None or isinstance(value, (torch.Tensor, bool, int, float, str))
+
+
+# ------------------------------------------------------------------------------------------------- as values
+
+
+def detached(value: Any, low: torch.dtype | None = None) -> Any:
+    """The same structure with every tensor taken out of autograd. Objects of other classes are copied, so that the
+    user's own stay as they are; modules are left alone.
+
+    ``low``: tensors of this dtype become fp32. For ``Policy.torch``, under which graphs return what autocast does.
+    """
+    return _detached(value, low, {})
+
+
+def _detached(value: Any, low: torch.dtype | None, seen: dict[int, Any]) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Tensor):
+        return value.detach().float() if value.dtype is low else value.detach()
+    if id(value) in seen:
+        return seen[id(value)]
+    leaves, spec = pytree.tree_flatten(value, is_leaf=lambda v: v is not value)
+    if not (spec.is_leaf() or (leaves and leaves[0] is value)):
+        return pytree.tree_unflatten([_detached(leaf, low, seen) for leaf in leaves], spec)
+    if isinstance(value, (nn.Module, type)) or callable(value):
+        return value
+    own = dict(getattr(value, "__dict__", {}))
+    if is_dataclass(value):  # it may have slots instead
+        own |= {f.name: getattr(value, f.name) for f in fields(value) if hasattr(value, f.name)}
+    if not own:
+        return value
+    twin = seen[id(value)] = copy.copy(value)
+    for name, item in own.items():
+        object.__setattr__(twin, name, _detached(item, low, seen))  # also where the class is frozen
+    return twin
+
+
+# ---------------------------------------------------------------------------------------------------- checks
+
+
+def check_loss_fn(loss_fn: Any) -> None:
+    """A loss function takes the model's output and the targets."""
+    if loss_fn is None:
+        return
+    if not callable(loss_fn):
+        raise ArgumentError(f"loss_fn must be a function of (output, targets) or None, not {loss_fn!r}.")
+    if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
+        raise ArgumentError(f"loss_fn is the class {loss_fn.__name__}: make a loss of it, {loss_fn.__name__}().")
+    try:
+        signature = inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn)
+    except (TypeError, ValueError):
+        return  # a builtin that does not tell
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise ArgumentError(
+            f"loss_fn is called as loss_fn(output, targets), and {place(loss_fn)} takes {signature}: {error}. Write a "
+            f"function of the two, as in lambda output, targets: {_name(loss_fn)}(...); with loss_fn=None the model "
+            "returns the loss itself."
+        ) from None
+
+
+def check_loss(loss: Any, loss_fn: Any) -> None:
+    """A loss must be one number."""
+    source = "the model returns" if loss_fn is None else f"{place(loss_fn)} gives"
+    if not isinstance(loss, Tensor):
+        raise ArgumentError(
+            f"The loss must be a scalar tensor, and {source} a {type(loss).__name__}: give the loss, (loss, anything), "
+            'a dict with "loss" or an object with .loss.'
+        )
+    if not loss.is_floating_point():
+        raise ArgumentError(
+            f"The loss must be a float, and {source} {dtype_name(loss.dtype)}: it has no gradient. Compute it from the "
+            "model's output in floating point."
+        )
+    if loss.numel() != 1:
+        how = "give a loss_fn(output, targets)" if loss_fn is None else "take its mean or sum in loss_fn"
+        raise ArgumentError(f"The loss must be a scalar, and {source} one of the shape {list(loss.shape)}: {how}.")
+
+
+def place(function: Callable[..., Any]) -> str:
+    """A function's name and line, as far as it has them."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    where = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
+    return f"{_name(function)}{where}"
+
+
+def _name(function: Callable[..., Any]) -> str:
+    name: str = getattr(function, "__name__", type(function).__name__)
+    return "loss_fn" if name == "<lambda>" else name
