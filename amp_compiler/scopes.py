@@ -131,11 +131,18 @@ def set_precision(module: nn.Module, dtype: Any) -> nn.Module:
     """
     if not isinstance(module, nn.Module):
         raise ArgumentError(f"set_precision takes a torch.nn.Module, not {type(module).__name__}.")
+    marked = original_of(module)
     if dtype is None:
-        module.__dict__.pop(ATTRIBUTE, None)
+        marked.__dict__.pop(ATTRIBUTE, None)
     else:
-        module.__dict__[ATTRIBUTE] = precision_dtype(dtype)
+        marked.__dict__[ATTRIBUTE] = precision_dtype(dtype)
     return module
+
+
+def original_of(module: nn.Module) -> nn.Module:
+    """The model inside of an ``amp_compile``'d module; any other module itself."""
+    found = module.__dict__["_original"] if getattr(type(module), "_amp_compiled", False) else module
+    return found if isinstance(found, nn.Module) else module
 
 
 def marked_modules(modules: Mapping[str, nn.Module]) -> dict[str, torch.dtype]:
