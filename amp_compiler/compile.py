@@ -7,6 +7,7 @@ import copy
 import functools
 import inspect
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, overload
@@ -16,12 +17,15 @@ from torch import fx, nn
 
 from . import pipeline
 from .arguments import call_arguments, check_request
-from .backend import Captured, Options, State
+from .backend import Captured, Options, State, users_frame
+from .capture import dynamo
 from .capture.frames import is_optimized
-from .errors import ArgumentError
+from .errors import AmpWarning, ArgumentError
+from .nesting import mark_of, policy_region
 from .ops.names import OpLike
 from .policy import Policy, dtype_name
 from .report import Report
+from .scopes import is_inside_call
 
 #: names that belong to nn.Module itself: the machinery of calls, hooks and state_dict()
 _MACHINERY = frozenset({*dir(nn.Module), *nn.Module().__dict__})
@@ -42,10 +46,10 @@ class AmpModule(nn.Module):
     4. new private names (``_original_forward``), and methods bound to this object, stay on this object.
     """
 
-    _amp_compiled = True  # see scopes.original_of
+    _amp_compiled = True  # by this the rooms below know a compiled module: scopes.original_of, nesting
     _OWN = frozenset({"enabled", "training", "_original", "_options", "_state", "_compiled", "_modules", "_parameters",
                       "_buffers", "_non_persistent_buffers_set", "_is_function", "_ready",
-                      "_given_class", "__class__"})  # fmt: skip
+                      "_given_class", "_mark", "__class__"})  # fmt: skip
 
     def __new__(cls, target: Callable[..., Any], options: Options) -> AmpModule:
         return super().__new__(_class_for(target) if cls is AmpModule else cls)
@@ -60,6 +64,7 @@ class AmpModule(nn.Module):
         object.__setattr__(self, "_state", State())
         object.__setattr__(self, "_compiled", None)
         object.__setattr__(self, "_given_class", type(target))
+        object.__setattr__(self, "_mark", mark_of(options.policy))
         object.__setattr__(self, "enabled", True)
         if isinstance(target, nn.Module):
             for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
@@ -71,6 +76,27 @@ class AmpModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.enabled:
             return self._original(*args, **kwargs)
+        if torch.compiler.is_compiling() or is_inside_call():
+            return self._traced(*args, **kwargs)
+        return self._call(*args, **kwargs)
+
+    def _traced(self, *args: Any, **kwargs: Any) -> Any:
+        """The same while something is traced that holds this module."""
+        if not torch.compiler.is_compiling() and dynamo.needs_break():
+            # the graph breaks inside, so that this frame runs as plain Python, in a call of another compiled model
+            return dynamo.run_apart(self._call, args, kwargs)  # type: ignore[misc]
+        if dynamo.is_ours():
+            with policy_region(self._mark):  # a part of a model that is being compiled: see nesting.py
+                return self._original(*args, **kwargs)
+        if torch.compiler.is_exporting():
+            if not torch.compiler.is_dynamo_compiling():
+                warn_of_export()
+            return self._original(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling() and dynamo.needs_break():
+            return dynamo.run_apart(self._call, args, kwargs)  # type: ignore[misc]
+        return self._call(*args, **kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
             raise ArgumentError(f"torch.jit.trace cannot take an amp_compile'd module: {_NO_TORCHSCRIPT}")
         if self._compiled is None:
@@ -259,6 +285,13 @@ class AmpModule(nn.Module):
         return f"amp_compile(level={policy.level!r}, dtype={dtype_name(policy.low)})({self._original!r})"
 
 
+def warn_of_export() -> None:
+    warnings.warn(
+        "torch.export takes the original out of an amp_compile'd module, in fp32: use convert_model for a program in "
+        "mixed precision.", AmpWarning, stacklevel=users_frame(),
+    )  # fmt: skip
+
+
 def _as_original_does(name: str) -> Callable[..., Any]:
     """A method of nn.Module that the original's class may have made its own."""
     plain = getattr(nn.Module, name)
@@ -325,6 +358,8 @@ def _class_for(target: Any) -> type[AmpModule]:
 class AmpMethod:
     """A compiled method of a module. No module itself, so that ``model.forward = amp_compile(model.forward)`` sets an
     attribute (nn.Module would file another module away as a child, and go on calling the class's forward)."""
+
+    _amp_compiled = True
 
     def __init__(self, compiled: AmpModule) -> None:
         self._compiled = compiled

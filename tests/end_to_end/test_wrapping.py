@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from amp_compiler import AmpModule, amp_compile, set_precision
+from amp_compiler import AmpModule, AmpWarning, amp_compile, set_precision
 from amp_compiler.errors import ArgumentError
 
 BF16 = torch.bfloat16
@@ -220,6 +220,14 @@ def test_torch_compile_around_it_keeps_its_precision() -> None:
     expected = fast(batch())
     assert torch.equal(torch.compile(fast, backend="eager")(batch()), expected)
     assert torch.equal(torch.compile(nn.Sequential(fast), backend="eager")(batch()), expected)
+
+
+def test_torch_export_says_that_it_exports_fp32() -> None:
+    for model in (compiled(Net()), nn.Sequential(compiled(Net()))):
+        with pytest.warns(AmpWarning, match="convert_model"):
+            program = torch.export.export(model, (batch(),))
+        assert torch.equal(program.module()(batch()), (model[0] if isinstance(model, nn.Sequential) else model)
+                           .original(batch()))  # fmt: skip
 
 
 def test_parametrizations_of_the_compiled_module_itself() -> None:
