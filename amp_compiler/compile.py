@@ -414,7 +414,8 @@ def amp_compile(
     elsewhere). ``policy``: a ``Policy`` instead of level and dtype. ``white_list`` / ``black_list``: ops to run
     low / in fp32. ``exclude``: modules to leave in fp32, by path pattern or class. ``backend``: "eager",
     "inductor" or "auto" (inductor on CUDA). ``disable_passes``: names of passes to leave out.
-    The model itself is never changed. Without a model it is a decorator.
+    The model itself is never changed. Without a model it is a decorator. A part of the model that is amp_compile'd
+    already keeps its own policy; the other options are those given here.
 
     >>> fast = amp_compile(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), level="O1")
     >>> _ = fast(torch.ones(1, 4))

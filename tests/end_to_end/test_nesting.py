@@ -115,11 +115,15 @@ PLACES: dict[str, tuple[Callable[[], Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("front", FRONTS)
-@pytest.mark.parametrize("place", PLACES)
+CASES = [
+    *((place, "amp_compile") for place in PLACES), ("a child", "step"), ("a child", "convert"), ("a method", "convert"),
+    ("in another compiled part", "step"), ("in another compiled part", "convert"), ("a patched forward", "step"),
+    ("in what torch.compile made", "convert"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("place", "front"), CASES)
 def test_a_compiled_part_keeps_its_level(place: str, front: str) -> None:
-    if front == "convert" and place in ("a patched forward",):
-        front = "amp_compile"  # torch.export wants forwards of its own
     make, path = PLACES[place]
     found = run(Outer(make()), front)
     assert found.graphs == 1
