@@ -278,7 +278,11 @@ class AmpModule(nn.Module):
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """A decorated method is bound like any other; a compiled module in a class body is just a value."""
-        return self if instance is None or not self._is_function else types.MethodType(self, instance)
+        if instance is None or not self._is_function:
+            return self
+        if torch.compiler.is_compiling():  # torch 2.13: Dynamo calls no method whose function is an object
+            return functools.partial(self, instance)
+        return types.MethodType(self, instance)
 
     def __repr__(self) -> str:
         policy = self.policy
@@ -313,6 +317,10 @@ for _name in ("to", "cpu", "cuda", "float", "half", "bfloat16", "double", "type"
     setattr(AmpModule, _name, _as_original_does(_name))
 
 
+class AmpFunction(AmpModule):
+    """A compiled function; reports do not take it for a module of the model (``capture/lower.py`` knows its name)."""
+
+
 _NO_TORCHSCRIPT = (
     "TorchScript knows nothing of it. Give it compiled.original, in fp32, or save a mixed-precision program by "
     "convert_model."
@@ -336,7 +344,7 @@ def _class_for(target: Any) -> type[AmpModule]:
     """``AmpModule`` with a forward that says what the forward of ``target`` takes, and with items if ``target`` has
     some. Signatures belong to functions and items to classes, so there is one for each class of models."""
     if not isinstance(target, nn.Module):
-        return AmpModule
+        return AmpFunction
     own = "forward" in target.__dict__
     known = None if own else _CLASSES.get(type(target))
     if known is not None:

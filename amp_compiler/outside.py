@@ -246,14 +246,14 @@ class Uncaptured:
                 raise
         finally:
             self.state.inherited = before
+        if compiled_policy(module) is not None:
+            path = layer.path
+            self.state.note(f"{path} was amp_compile'd by itself and is not in these graphs: see its own report()")
         result = self._as_it_is(module, call)  # nothing of it has run yet
         layer.run = None  # the call itself was right, so the module cannot be captured
         return result
 
     def _as_it_is(self, module: nn.Module, call: Callable[[], Any]) -> Any:
-        if compiled_policy(module) is not None:
-            path = self._around.path
-            self.state.note(f"{path} was amp_compile'd by itself and is not in these graphs: see its own report()")
         if frames.forward_is_library(module) or frames.is_disabled(module):
             return self.plain(call)
         frames.look_at_forward(module)

@@ -97,6 +97,16 @@ def as_method() -> nn.Module:
     return made
 
 
+class Decorated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    @amp_compile(level="O1", dtype=BF16)
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.gelu(self.fc(x))
+
+
 def patched() -> nn.Module:
     made = inner(block())
     old = made.forward
@@ -108,6 +118,7 @@ PLACES: dict[str, tuple[Callable[[], Any], str]] = {
     "a child": (lambda: inner(block()), "part"),
     "in a Sequential": (lambda: nn.Sequential(nn.Identity(), nn.Sequential(inner(block()))), "part.1.0"),
     "a method": (as_method, "part"),
+    "a decorated method": (Decorated, "part"),
     "a patched forward": (patched, "part"),
     "in another compiled part": (lambda: inner(nn.Sequential(inner(block()), nn.Tanh()), "O3"), "part.0"),
     "in what torch.compile made": (
