@@ -15,6 +15,7 @@ from . import pipeline
 from .backend import BACKENDS
 from .errors import ArgumentError, PolicyError
 from .kernels import capability, cpu, gpu
+from .nesting import check_parts
 from .ops.names import OpLike
 from .policy import Policy, check_level, check_low_dtype, default_dtype, matches
 from .scopes import modules_of
@@ -32,7 +33,9 @@ class Request:
 
     def policy_for(self, model: Any) -> Policy:
         """The policy with its low dtype chosen and its module rules looked up in the model."""
-        return _with_excluded(_with_dtype(self.policy, self.dtype, model), model, self.exclude)
+        policy = _with_excluded(_with_dtype(self.policy, self.dtype, model), model, self.exclude)
+        check_parts(policy, modules_of(model))
+        return policy
 
 
 def check_request(

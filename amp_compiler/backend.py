@@ -22,13 +22,14 @@ from . import graph as g
 from . import pipeline
 from .capture import dynamo
 from .capture.remedies import remedy
-from .errors import AmpError, AmpWarning, ArgumentError, BannedOpError, CaptureError
+from .errors import AmpError, AmpWarning, ArgumentError, BannedOpError, CaptureError, PolicyError
 from .logs import log
+from .nesting import has_parts
 from .outside import Uncaptured, suspended
 from .passes.base import Context
 from .policy import Policy, dtype_name
 from .report import Report, Row, build_report, cast_totals, graph_rows, kernel_counts
-from .scopes import Surroundings, inside_call, marked_modules, modules_of
+from .scopes import Surroundings, inside_call, marked_modules, modules_of, paths_of
 from .verify import deep_by_default, verify
 from .wide import Handed
 from .work import Work, measure, named, unchanged
@@ -119,7 +120,7 @@ class State:
         """Call the compiled model once more and see which share of its work runs where; the model stays as it is."""
         modules = modules_of(target)
         buffers = {id(b): b for m in modules.values() for b in m.buffers(recurse=False) if b is not None}
-        paths = {id(m): path for path, m in reversed(modules.items())}
+        paths = paths_of(target)
         with unchanged(list(buffers.values())):
             self.work = measure(call, lambda graph: sum(row.flops for row in self.pieces[graph].rows), paths)
         if self.work.wide:
@@ -219,7 +220,7 @@ class Backend:
     def __init__(self, target: Any, options: Options, state: State) -> None:
         self.target, self.options, self.state = target, options, state
         self.forward = pipeline.build(options.disable_passes).forward
-        self.__name__ = "amp_compiler"
+        self.__name__ = dynamo.BACKEND_NAME
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         known = len(self.state.history)
@@ -258,9 +259,7 @@ class Backend:
 
         start = time.perf_counter()
         modules = modules_of(self.target)
-        paths: dict[int, str] = {}
-        for path, module in modules.items():
-            paths.setdefault(id(module), path)
+        paths = paths_of(self.target)
         graph = lower(gm, example_inputs, self.options.policy, paths)
         graph.meta[g.STATE] = dynamo.kept_values(gm, example_inputs)
         self.mark_wide(gm, graph, example_inputs)
@@ -290,7 +289,8 @@ class Backend:
     def mark_wide(self, gm: fx.GraphModule, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
         """Tell ``assign_precision`` which inputs are wide. The same code may be called with one that is not, or the
         other way round, so Dynamo's guards look at that too, unless the whole call is one graph."""
-        if self.options.policy.level != "O2" or self.options.policy.autocast_device is not None:
+        applies = self.options.policy.level == "O2" or has_parts(gm)
+        if not applies or self.options.policy.autocast_device is not None:
             return
         places = [n for n in graph.graph.nodes if n.op == "placeholder"]
         own = {id(b) for m in modules_of(self.target).values() for b in m._buffers.values()}
@@ -321,7 +321,8 @@ class Backend:
         """The same frame in the low dtype, if its code can depend on dtypes (``capture/twin.py``)."""
         from .capture.twin import may_depend_on_dtype, twin_of_frame
 
-        if self.options.policy.level == "O0" or "mark_dtype_origin" in self.options.disable_passes:
+        untouched = self.options.policy.level == "O0" and not has_parts(gm)
+        if untouched or "mark_dtype_origin" in self.options.disable_passes:
             return None
         if not may_depend_on_dtype(gm):
             return None
@@ -359,7 +360,7 @@ def _guarded(state: State, what: str) -> Iterator[list[bool]]:
     try:
         yield done
         done.append(True)
-    except BannedOpError:
+    except (BannedOpError, PolicyError):
         raise
     except Exception as error:
         from torch._dynamo.exc import TorchDynamoException

@@ -52,6 +52,15 @@ class Held:
         return dtype not in self.lost_in and fits(self.value, dtype)
 
 
+def limit_in(value: float, dtype: torch.dtype, other: torch.dtype) -> float:
+    """A limit of ``dtype`` (its largest or smallest number, its eps) as that of ``other``; other values as they are."""
+    if dtype is other:
+        return value
+    mine, theirs = torch.finfo(dtype), torch.finfo(other)
+    names = ("min", "max", "eps", "smallest_normal", "resolution")
+    return next((float(getattr(theirs, n)) for n in names if value == getattr(mine, n)), value)
+
+
 def fits(value: float, dtype: torch.dtype) -> bool:
     """True unless rounding turns a finite value to inf, or to 0 from something else."""
     if value == 0 or not math.isfinite(value):

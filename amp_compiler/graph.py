@@ -35,6 +35,7 @@ ELIGIBLE = (torch.float32, *LOW_DTYPES)
 
 META = "amp"  # node.meta key of the Decision
 PARAMETER = "amp_parameter"  # node.meta key, True on an input that is a leaf and needs a gradient
+NESTED = "amp_nested"  # node.meta key of the policy of a part that was compiled by itself (see nesting.py)
 REGION = "amp_region"  # node.meta key of the precision region a node stands in (see passes/normalize.py)
 DTYPE_OF = "amp_dtype_of"  # node.meta key: name of the node whose dtype this one names
 NUMBER_OF = "amp_number_of"  # node.meta key: name of the node whose dtype's limit (torch.finfo) is a number here
@@ -575,7 +576,7 @@ def _innermost(trace: str) -> str:
 
 def inherit_origin(node: fx.Node, origin: fx.Node) -> None:
     """Give a new node the source line and module of the node that it was made for."""
-    for key in ("stack_trace", "nn_module_stack", "amp_module_stack", "seq_nr", "from_node", "custom", REGION):
+    for key in ("stack_trace", "nn_module_stack", "amp_module_stack", "seq_nr", "from_node", "custom", REGION, NESTED):
         if key in origin.meta:
             node.meta[key] = origin.meta[key]
 

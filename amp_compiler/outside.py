@@ -25,10 +25,11 @@ from torch.utils import _pytree as pytree
 from .capture import dynamo, frames
 from .flops import PRODUCTS
 from .graph import LOW_DTYPES
+from .nesting import compiled_policy
 from .ops.names import FUNCTION_NAMES
 from .ops.row import OpClass
 from .policy import Policy
-from .scopes import ATTRIBUTE, Surroundings, modules_of
+from .scopes import ATTRIBUTE, Surroundings, original_of, paths_of
 
 if TYPE_CHECKING:
     from .backend import Backend, Options, State
@@ -219,7 +220,7 @@ class Uncaptured:
         layer = self._layer(module)
         if layer is None:
             return self._as_it_is(module, call)
-        forced = module.__dict__.get(ATTRIBUTE)
+        forced = original_of(module).__dict__.get(ATTRIBUTE)
         if forced is None and (rule := self.policy.module_rule(layer.path)) is not None:
             forced = rule[1]
         outer = self._around.dtype, self._around.path
@@ -245,6 +246,9 @@ class Uncaptured:
                 raise
         finally:
             self.state.inherited = before
+        if compiled_policy(module) is not None:
+            path = layer.path
+            self.state.note(f"{path} was amp_compile'd by itself and is not in these graphs: see its own report()")
         result = self._as_it_is(module, call)  # nothing of it has run yet
         layer.run = None  # the call itself was right, so the module cannot be captured
         return result
@@ -339,7 +343,7 @@ class Uncaptured:
         if known is not None and known.module() is module:
             return known
         if id(module) not in self._paths:
-            self._paths = {id(m): path for path, m in reversed(modules_of(self.target).items())}
+            self._paths = paths_of(self.target)
         path = self._paths.get(id(module))
         if path is None:
             return None

@@ -98,6 +98,11 @@ def inside_call() -> Iterator[Surroundings]:
         _PYTHON.calls -= 1
 
 
+def is_inside_call() -> bool:
+    """Whether a model of ours is being called or captured in this thread."""
+    return _PYTHON.calls > 0
+
+
 @dataclass(frozen=True, slots=True)
 class Surroundings:
     """The regions around code that is about to run."""
@@ -131,16 +136,33 @@ def set_precision(module: nn.Module, dtype: Any) -> nn.Module:
     """
     if not isinstance(module, nn.Module):
         raise ArgumentError(f"set_precision takes a torch.nn.Module, not {type(module).__name__}.")
+    marked = original_of(module)
     if dtype is None:
-        module.__dict__.pop(ATTRIBUTE, None)
+        marked.__dict__.pop(ATTRIBUTE, None)
     else:
-        module.__dict__[ATTRIBUTE] = precision_dtype(dtype)
+        marked.__dict__[ATTRIBUTE] = precision_dtype(dtype)
     return module
+
+
+def original_of(module: nn.Module) -> nn.Module:
+    """The model inside of an ``amp_compile``'d module; any other module itself."""
+    found = module.__dict__["_original"] if getattr(type(module), "_amp_compiled", False) else module
+    return found if isinstance(found, nn.Module) else module
 
 
 def marked_modules(modules: Mapping[str, nn.Module]) -> dict[str, torch.dtype]:
     """path -> dtype of each module that ``set_precision`` marked."""
-    return {path: m.__dict__[ATTRIBUTE] for path, m in modules.items() if ATTRIBUTE in m.__dict__}
+    marks = {path: original_of(m).__dict__.get(ATTRIBUTE) for path, m in modules.items()}
+    return {path: dtype for path, dtype in marks.items() if dtype is not None}
+
+
+def paths_of(target: Any) -> dict[int, str]:
+    """id of module -> its first path, for all of ``modules_of``; a compiled module and its original have the same."""
+    found: dict[int, str] = {}
+    for path, module in modules_of(target).items():
+        found.setdefault(id(module), path)
+        found.setdefault(id(original_of(module)), path)
+    return found
 
 
 def modules_of(target: Any) -> dict[str, nn.Module]:

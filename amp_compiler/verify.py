@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from . import graph as g
 from .errors import VerifyError
 from .graph import Mode
+from .nesting import policy_at
 from .ops.row import OpClass
 from .weights import moves
 from .wide import why_wide
@@ -98,7 +99,7 @@ def _assigned(gm: fx.GraphModule, ctx: Any, where: str) -> None:
             _fail(where, node, "has no precision or no reason.")
             continue
         if known.rule == "table" and known.mode is Mode.CAST and ctx.policy.autocast_device is None:
-            expected = _expected(known.cls, ctx.policy) if not g.answers(node) else None
+            expected = _expected(known.cls, policy_at(node, ctx.policy)) if not g.answers(node) else None
             if expected is not None and known.precision != expected:
                 _fail(where, node, f"is {known.precision}, but the level's table says {expected}.")
         if known.mode is not Mode.NATIVE and _written_and_cast(node, known):
@@ -107,7 +108,7 @@ def _assigned(gm: fx.GraphModule, ctx: Any, where: str) -> None:
             _fail(where, node, "is on the black list and low.")
         if known.precision in low_dtypes and known.mode is Mode.CAST and known.rule in ("table", "follow_list"):
             wide = next((why for _, a in g.tensor_args(node) if (why := why_wide(a))), "")
-            if wide and known.cls is not OpClass.LOW:
+            if wide and known.cls is not OpClass.LOW and policy_at(node, ctx.policy).level == "O2":
                 _fail(where, node, f"rounds {wide}, which only a white-listed op may do.")
 
 

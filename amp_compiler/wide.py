@@ -36,6 +36,7 @@ from torch.utils import _pytree as pytree
 
 from . import graph as g
 from .graph import Decision
+from .nesting import policies_in, policy_at
 from .ops.row import OpClass
 from .policy import Choice, Policy
 
@@ -63,12 +64,12 @@ class WideRule:
 
     def __init__(self, gm: fx.GraphModule, policy: Policy, known: Container[fx.Node]) -> None:
         self.policy, self.known = policy, known
-        self.applies = policy.level == "O2" and policy.autocast_device is None
+        self.applies = any(p.level == "O2" and p.autocast_device is None for p in policies_in(gm, policy))
         self.returned = _returned_scalars(gm) if self.applies else set()
 
     def asks_for_fp32(self, node: fx.Node, args: Iterable[fx.Node], choice: Choice) -> str:
         """Why ``node`` has to run in fp32, in words; empty if the rule does not ask for it."""
-        if not self.applies or choice.rule == "white_list":
+        if not self.applies or choice.rule == "white_list" or policy_at(node, self.policy).level != "O2":
             return ""
         given = list(args)
         if choice.cls is OpClass.LOW:
@@ -96,7 +97,7 @@ class WideRule:
             known = g.decision(source) if isinstance(source, fx.Node) else None
             found = known.wide if known is not None else ()
             return found[index] if isinstance(index, int) and index < len(found) else ""
-        choice = self.policy.classify(g.op_name(node))
+        choice = policy_at(node, self.policy).classify(g.op_name(node))
         if choice.cls is OpClass.LOW:
             return ""
         if choice.cls is OpClass.FP32 or new.rule == "conditional":

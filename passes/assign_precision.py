@@ -41,9 +41,10 @@ from amp_compiler.constants import Held
 from amp_compiler.errors import BannedOpError
 from amp_compiler.graph import Decision, Mode
 from amp_compiler.memory import Memory
+from amp_compiler.nesting import Nested, policies_in, policy_at
 from amp_compiler.ops import torch_lists
 from amp_compiler.ops.row import OpClass
-from amp_compiler.policy import Choice, dtype_name
+from amp_compiler.policy import Choice, dtype_name, precision_dtype
 from amp_compiler.weights import misfits
 from amp_compiler.wide import WideRule, why_wide, wide_outputs
 
@@ -83,12 +84,13 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
 
 def _held_by_weights(gm: fx.GraphModule, ctx: Context) -> dict[fx.Node, Held]:
     """Weights that the low dtype cannot hold: in a conversion their values are known. Each matters to its readers."""
-    if ctx.weights is None or ctx.policy.level == "O0":
+    policies = [policy for policy in policies_in(gm, ctx.policy) if policy.level != "O0"]
+    if ctx.weights is None or not policies:
         return {}
-    low = ctx.policy.low
-    found = misfits(gm.graph, ctx.weights, (low,))
+    lows = dict.fromkeys(policy.low for policy in policies)
+    found = misfits(gm.graph, ctx.weights, lows)
     for node, peak in found.items():
-        ctx.weights.keep(node, peak, low)
+        ctx.weights.keep(node, peak, next(low for low in lows if not constants.fits(peak, low)))
     return {node: Held(peak, once=True) for node, peak in found.items()}
 
 
@@ -109,7 +111,8 @@ class _Assign:
         self.memory = Memory(gm)
         self.lows = self.low_dtypes()
         self.state = memory.kept_between_calls(gm)
-        like_autocast = self.policy.autocast_device is not None or self.policy.level == "O0"
+        policies = policies_in(gm, self.policy)
+        like_autocast = self.policy.autocast_device is not None or all(p.level == "O0" for p in policies)
         self.values = {} if like_autocast else constants.evaluate(gm, self.memory.written, self.limits)
         self.needs_fp32 = self.makers_in_fp32() if self.policy.autocast_device is None else {}
         self.wide = WideRule(gm, self.policy, self.values)
@@ -125,6 +128,7 @@ class _Assign:
     def walk(self, inputs: Sequence[torch.dtype | None] | None) -> None:
         place = 0
         for node in self.gm.graph.nodes:
+            self.policy = policy_at(node, self.ctx.policy)
             if node.op == "placeholder":
                 known = inputs[place] if inputs is not None and place < len(inputs) else None
                 out = (known,) if known is not None else decisions.traced(node)
@@ -160,12 +164,15 @@ class _Assign:
             return
         why = next((why for n, a in g.tensor_args(node) if n not in g.mutated_args(node) and (why := why_wide(a))), "")
         maker = shared[0]
-        if why and maker.op == "call_function" and self.policy.classify(g.op_name(maker)).cls is not OpClass.LOW:
+        choice = policy_at(maker, self.ctx.policy).classify(g.op_name(maker))
+        if why and maker.op == "call_function" and choice.cls is not OpClass.LOW:
             self.take_wide[maker] = f"{why} is written into its result"
 
     def low_dtypes(self) -> tuple[torch.dtype, ...]:
         """Every low dtype that some part of the graph may run in."""
-        found = {self.policy.low, *self.ctx.module_precision.values(), *(dtype for _, dtype in self.policy.modules)}
+        found = set(self.ctx.module_precision.values())
+        for policy in policies_in(self.gm, self.policy):
+            found |= {policy.low, *(precision_dtype(name) for _, name in policy.modules)}
         regions = (node.meta.get(g.REGION) for node in self.gm.graph.nodes)
         found |= {region.dtype for region in regions if isinstance(region, Region) and region.dtype is not None}
         return tuple(dtype for dtype in g.LOW_DTYPES if dtype in found)
@@ -343,7 +350,14 @@ class _Assign:
     def limits(self, node: fx.Node) -> dict[str, float]:
         """Numbers of an op that are the low dtype's limits instead of fp32's."""
         known = g.origin(node) if self.policy.autocast_device is None and node not in self.own_limits else None
-        return dict(known.numbers) if known is not None else {}
+        return self.own_numbers(node, known.numbers) if known is not None else {}
+
+    def own_numbers(self, node: fx.Node, numbers: Sequence[tuple[str, float]]) -> dict[str, float]:
+        """Limits of the dtype that the twin was traced in, as limits of the one that is low at this node."""
+        low = self.region_low(node) if numbers else torch.float32
+        if low not in g.LOW_DTYPES:
+            return dict(numbers)
+        return {name: constants.limit_in(value, self.ctx.policy.low, low) for name, value in numbers}
 
     def with_numbers(self, node: fx.Node, new: Decision) -> Decision:
         """Numbers that followed a dtype follow the op's precision, or the low dtype's range where that matters."""
@@ -357,7 +371,7 @@ class _Assign:
         if self.policy.autocast_device is not None and known.numbers_of in self.by_name:
             low = self.dtype_asked(known.numbers_of) in g.LOW_DTYPES  # what the code would have seen under autocast
         chosen = tuple(
-            (n, v) for n, v in known.numbers
+            (n, v) for n, v in self.own_numbers(node, known.numbers).items()
             if low or (may_reach_low and not constants.fits(float(given[n]), self.policy.low))
         )  # fmt: skip
         if not chosen:
@@ -567,12 +581,13 @@ class _Assign:
     def makers_in_fp32(self) -> dict[fx.Node, str]:
         """Nodes that must run in fp32 because of what is later written into their result, or through which view."""
         found: dict[fx.Node, str] = {}
-        low = dtype_name(self.policy.low)
         given_to_us = dict(self.carried)
         self.moved_constants()
         for node in self.gm.graph.nodes if self.memory.written else ():
             if node.op != "call_function" or node not in self.memory.written:
                 continue
+            self.policy = policy_at(node, self.ctx.policy)
+            low = dtype_name(self.policy.low)
             given = [(n, a) for n, a in g.tensor_args(node) if n not in g.mutated_args(node)]
             value = self.misfit(node, self.policy.low, given) if g.mutated_args(node) else None
             why = ""
@@ -592,6 +607,7 @@ class _Assign:
     def moved_constants(self) -> None:
         """Where ops that only move values take constants, before anything is decided."""
         for node in self.gm.graph.nodes:
+            self.policy = policy_at(node, self.ctx.policy)
             if node in self.values:
                 self.hold(node, constants.hardest(self.values[node]))
             elif node.op == "call_function" and not g.is_higher_order(node):
@@ -633,16 +649,27 @@ class _Assign:
             if dtype is not None:
                 named = f"set_precision({paths[index] or 'the model'}, {dtype_name(dtype)})"
                 return dtype, named, "set_precision", True
-        for path in reversed(paths[depth:]) if self.policy.modules else ():
-            rule = self.policy.module_rule(path)
-            if rule is not None and not any(self.policy.module_rule(p) == rule for p in paths[:depth]):
+        for path in reversed(paths[depth:]) if self.policy.modules or self.ctx.policy.modules else ():
+            rule = self.module_rule(node, path)
+            if rule is not None and not any(self.module_rule(node, p) == rule for p in paths[:depth]):
                 return rule[1], f"module rule '{rule[0]}': {dtype_name(rule[1])}", "module_rule", True
         if isinstance(region, Region):
+            if region.kind == "level":
+                return torch.float32, str(region), "level", True
             if region.kind == "autocast" and region.dtype is not None:
                 low = region.dtype if region.dtype in g.LOW_DTYPES else torch.float32
                 return low, str(region), "region", low is torch.float32
             return region.dtype or torch.float32, str(region), "region", True
         return None
+
+    def module_rule(self, node: fx.Node, path: str) -> tuple[str, torch.dtype] | None:
+        """The rule for a module around a node; the rules of a part that was compiled by itself come first there."""
+        part = node.meta.get(g.NESTED)
+        if isinstance(part, Nested) and part.policy.modules and (inside := part.relative(path)) is not None:
+            rule = part.policy.module_rule(inside)
+            if rule is not None:
+                return rule
+        return self.ctx.policy.module_rule(path)
 
     # ------------------------------------------------------------------------------ torch.autocast
 

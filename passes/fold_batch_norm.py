@@ -104,7 +104,8 @@ def _rules(node: fx.Node, ctx: Context) -> tuple[Any, ...]:
     paths = g.module_chain(node)
     said = [(ctx.policy.module_rule(path) or ("", None))[1] for path in paths]
     marked = [ctx.module_precision.get(path) for path in paths]
-    return [d for d in said if d][-1:], [d for d in marked if d][-1:], node.meta.get(g.REGION)
+    around = node.meta.get(g.REGION), node.meta.get(g.NESTED)
+    return [d for d in said if d][-1:], [d for d in marked if d][-1:], *around
 
 
 def _set_bias(layer: fx.Node, bias: fx.Node) -> None:

@@ -5,19 +5,23 @@
    ``detach_(x)``, which tracers put behind constants  →  ``detach(x)``: it writes nothing
 3. ``_enter_autocast(...) … _exit_autocast(...)`` and ``amp.scope("float32") … amp.scope("")`` (a ``precision``
    scope)  →  dropped; the nodes between carry the innermost region, and how deep in the modules it was opened
+4. ``amp.scope(policy) … amp.scope("")``, a part that was compiled by itself  →  dropped; the nodes between carry its
+   policy. A ``precision`` scope around it goes on inside, an autocast region does not: the policy wins. ``O0`` beside
+   other levels becomes a region of fp32, because it must take no low values from them.
 
 Requires: captured. Ensures: normalized. A second run changes nothing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from amp_compiler import graph as g
-from amp_compiler.policy import dtype_name, precision_dtype
+from amp_compiler.nesting import Nested, check_together, has_parts, marked_policy
+from amp_compiler.policy import Policy, dtype_name, precision_dtype
 
 from .base import Context, Dialect, Pass
 
@@ -32,11 +36,13 @@ class Region:
     ``depth``: how many modules were on the stack where it was opened; a mark on a module below that is inside it.
     """
 
-    kind: str  # "precision" or "autocast"
+    kind: str  # "precision", "autocast", or "level" for O0 beside other levels
     dtype: torch.dtype | None
     depth: int = 1  # the model itself is around everything
 
     def __str__(self) -> str:
+        if self.kind == "level":
+            return "level O0: untouched"
         if self.kind == "precision":
             return f"precision({dtype_name(self.dtype)!r}) region" if self.dtype else "precision region"
         return (
@@ -47,7 +53,9 @@ class Region:
 
 
 def run(gm: fx.GraphModule, ctx: Context) -> bool:
-    modified = _regions(gm, Region(*ctx.around) if ctx.around is not None else None)
+    around = Region(*ctx.around) if ctx.around is not None else None
+    mixed = ctx.policy.level == "O0" and has_parts(gm)
+    modified = _regions(gm, _entered(ctx.policy, "", around, 1) if mixed else (around, None), ctx.policy)
     for _, inner in g.all_graphs(gm):
         if _casts(inner.graph):
             modified = True
@@ -107,10 +115,21 @@ def _converts(node: fx.Node) -> bool:
     return before is not None and after is not None and before.dtype != after.dtype
 
 
-def _regions(gm: fx.GraphModule, around: Region | None) -> bool:
+#: the region around a node, and the part with a policy of its own
+Around = tuple[Region | None, Nested | None]
+
+
+def _entered(policy: Policy, root: str, region: Region | None, depth: int) -> Around:
+    """What is around the nodes of a part, given the region around the part."""
+    if policy.level != "O0":
+        return region, Nested(policy, root)
+    return region or Region("level", torch.float32, depth), Nested(replace(policy, level="O1"), root)
+
+
+def _regions(gm: fx.GraphModule, around: Around, outer: Policy) -> bool:
     """Annotate the nodes of a graph, and of the graphs inside it, with the innermost region around them."""
     modified = False
-    stack: list[Region] = [around] if around is not None else []
+    stack: list[Around] = [around]
     dead: list[fx.Node] = []
     for node in gm.graph.nodes:
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
@@ -118,22 +137,28 @@ def _regions(gm: fx.GraphModule, around: Region | None) -> bool:
         if name == "_enter_autocast":
             _device, dtype, enabled, *_ = node.args
             chosen = (dtype if dtype is not None else _autocast_dtype(node)) if enabled else None
-            stack.append(Region("autocast", chosen, depth))
+            stack.append((Region("autocast", chosen, depth), stack[-1][1]))
+            dead.append(node)
+        elif g.op_name(node) == SCOPE and (policy := marked_policy(str(node.args[0]))) is not None:
+            root, region = g.module_path(node), stack[-1][0]
+            check_together(outer, policy, root)
+            kept = region if region is not None and region.kind == "precision" else None
+            stack.append(_entered(policy, root, kept, depth))
             dead.append(node)
         elif g.op_name(node) == SCOPE and node.args[0]:
-            stack.append(Region("precision", precision_dtype(node.args[0]), depth))
+            stack.append((Region("precision", precision_dtype(node.args[0]), depth), stack[-1][1]))
             dead.append(node)
         elif name == "_exit_autocast" or g.op_name(node) == SCOPE:
             stack.pop()
             dead.append(node)
         elif node.op == "call_function":
-            region = stack[-1] if stack else None
-            if region is not None and node.meta.get(g.REGION) != region:
-                node.meta[g.REGION] = region
-                modified = True
+            for key, value in zip((g.REGION, g.NESTED), stack[-1], strict=True):
+                if value is not None and node.meta.get(key) != value:
+                    node.meta[key] = value
+                    modified = True
             if g.is_higher_order(node):
                 for _, inner in g.subgraphs(gm, node):
-                    modified |= _regions(inner, region)
+                    modified |= _regions(inner, stack[-1], outer)
     for node in reversed(dead):
         gm.graph.erase_node(node)
     return modified or bool(dead)

@@ -21,6 +21,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import AmpError
+from ..scopes import is_inside_call
 from .frames import Outside, compile_with
 from .remedies import Reason, remedy
 
@@ -99,6 +100,45 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     own: Any = function
     own.__code__ = own.__code__.replace(co_name=f"{own.__code__.co_name}_{next(_CALLERS)}")
     return function
+
+
+# ------------------------------------------------------------------ a compiled model that a tracer meets
+#
+# torch 2.13: Dynamo calls a function that is marked as constant while it traces, and does not look into it. The mark is
+# that of torch.compiler.assume_constant_result, which would import Dynamo at the decoration.
+
+#: the name of every backend of ours
+BACKEND_NAME = "amp_compiler"
+#: ``run_apart(function, args, kwargs)`` calls a function that Dynamo is not to look at; ``needs_break`` makes it
+run_apart: Callable[..., Any] | None = None
+
+
+def is_ours() -> bool:
+    """Asked while code is traced: whether the trace is one of ours, and not that of a ``torch.compile`` or
+    ``torch.export`` of the user's around a compiled model."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        backend: Any = InstructionTranslator.current_tx().output.compiler_fn
+    except AttributeError:  # torch.export without Dynamo
+        return is_inside_call()
+    while (inner := getattr(backend, "_torchdynamo_orig_backend", getattr(backend, "compiler_fn", None))) is not None:
+        backend = inner
+    return getattr(backend, "__name__", "") == BACKEND_NAME
+
+
+def needs_break() -> bool:
+    """Asked while Dynamo traces for somebody else: the graph has to end here, at a call of ``run_apart``."""
+    global run_apart
+    if run_apart is None:
+        import torch._dynamo
+
+        run_apart = torch._dynamo.disable(lambda function, args, kwargs: function(*args, **kwargs))
+    return True
+
+
+for _question in (is_ours, needs_break):
+    _question._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from torch.export.graph_signature import OutputKind
 
 from .. import graph as g
 from ..errors import CaptureError
+from ..scopes import inside_call, paths_of
 from .dynamo import capture_settings
 from .lower import annotate_origin, holds_large_values
 from .twin import DtypeReads, low_trace, promoting, sharing_copy
@@ -110,13 +111,15 @@ def _export(
     watch: contextlib.AbstractContextManager[Any] | None = None,
 ) -> torch.export.ExportedProgram:
     watch = watch or contextlib.nullcontext()
-    with torch.fx.traceback.preserve_node_meta(), capture_settings(), torch._C._DisableAutocast(), watch, _quiet():
+    settings = capture_settings(), torch._C._DisableAutocast(), inside_call()
+    with contextlib.ExitStack() as stack:
+        for setting in (torch.fx.traceback.preserve_node_meta(), *settings, watch, _quiet()):
+            stack.enter_context(setting)
         program = torch.export.export(model, args, dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False)
     if inference:
         assert isinstance(program.graph_module, fx.GraphModule)
         _inline_grad_regions(program.graph_module)
-    modules = {id(m): name for name, m in model.named_modules()}
-    _annotate(program, modules, dict(model.named_buffers(remove_duplicate=False)))
+    _annotate(program, paths_of(model), dict(model.named_buffers(remove_duplicate=False)))
     return program
 
 

@@ -122,6 +122,12 @@ def is_disabled(module: nn.Module) -> bool:
     return bool(getattr(type(module).forward, "_torchdynamo_disable", False))
 
 
+def is_optimized(module: nn.Module) -> bool:
+    """Whether a module is what ``torch.compile(module)`` gives (``OptimizedModule``); Dynamo is not imported for it."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+
+
 _ACTION = eval_frame._FrameAction
 _LOOK = eval_frame._FrameExecStrategy(_ACTION.DEFAULT, _ACTION.DEFAULT)
 _SKIP = eval_frame._FrameExecStrategy(_ACTION.SKIP, _ACTION.DEFAULT)

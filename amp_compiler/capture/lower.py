@@ -413,6 +413,15 @@ def _emit(target: Any, bodies: list[fx.GraphModule], given: Sequence[Any], kwarg
 # ------------------------------------------------------------------------------------------------- origin
 
 
+#: the class of a compiled function inside of the model: a module to torch, but none of the model's
+COMPILED_FUNCTION = "AmpFunction"
+
+
+def _class_name(cls: Any) -> str:
+    """The plain name of a class that a tracer names itself, or by a text."""
+    return str(getattr(cls, "__qualname__", cls)).rpartition(".")[2]
+
+
 def annotate_origin(gm: fx.GraphModule, modules: Mapping[int, str]) -> None:
     """Write each node's module stack with paths as ``named_modules`` has them."""
     cache: dict[int, list[tuple[str, Any]]] = {}
@@ -421,7 +430,8 @@ def annotate_origin(gm: fx.GraphModule, modules: Mapping[int, str]) -> None:
         if not raw:
             continue
         if id(raw) not in cache:
-            cache[id(raw)] = [(_path(key, value[0], modules), value[1]) for key, value in raw.items()]
+            kept = [(key, name, cls) for key, (name, cls) in raw.items() if _class_name(cls) != COMPILED_FUNCTION]
+            cache[id(raw)] = [(_path(key, name, modules), cls) for key, name, cls in kept]
         node.meta["amp_module_stack"] = cache[id(raw)]
 
 

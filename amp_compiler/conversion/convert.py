@@ -19,6 +19,7 @@ from ..backend import users_frame
 from ..capture.export import Exported, capture_export
 from ..capture.program import Frame, copy_graph, flat_inputs, foreign_ops, plain_spec, rebuild, weights_of
 from ..errors import AmpWarning, ArgumentError, CaptureError
+from ..nesting import compiled_policy
 from ..ops.names import OpLike
 from ..passes.base import Context
 from ..policy import Policy, dtype_name
@@ -69,7 +70,8 @@ def convert_model(
     steps = pipeline.build(disabled)
     start = time.perf_counter()
     with _as_eval(model):
-        low = None if chosen.level == "O0" or "mark_dtype_origin" in disabled else chosen.low
+        untouched = chosen.level == "O0" and not any(map(compiled_policy, model.modules()))
+        low = None if untouched or "mark_dtype_origin" in disabled else chosen.low
         captured = capture_export(model, args, kwargs, dynamic_shapes, low=low, inference=True)
     gm, weights = captured.graph, weights_of(captured.program)
     weights.store_low = "freeze_parameters" not in disabled

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..scopes import original_of
+
 
 class Owner:
     """The model, the loss function and the optimizer, as one place to ask for their tensors."""
@@ -33,9 +35,9 @@ class Owner:
         self._trained = list(found.values())
 
     def modules(self) -> Iterator[nn.Module]:
-        yield from self.model.modules()
-        if isinstance(self.loss_fn, nn.Module):
-            yield from self.loss_fn.modules()
+        for root in (self.model, self.loss_fn):
+            if isinstance(root, nn.Module):
+                yield from map(original_of, root.modules())
 
     def parameters(self) -> list[Tensor]:
         """Everything that is trained or gets a gradient, once each, as of the last look."""
