@@ -31,7 +31,7 @@ class StepResult:
     the weights are updated, and a warning is given.
 
     ``extra``: what came with the loss, if anything did: ``metrics`` of ``(loss, metrics)``, the other entries of a dict
-    or object with ``loss``. ``output``: the model's output, with ``return_output=True``. Both are detached and have the
+    with ``"loss"``. Of an object with ``.loss`` that the model itself returned it is None. ``output``: the model's output, with ``return_output=True``. Both are detached and have the
     dtypes that the fp32 model would give; ``flush()`` has neither.
     """
 
@@ -56,19 +56,20 @@ class Answer(NamedTuple):
 # ------------------------------------------------------------------------------------- inside the captured function
 
 
-def split(answer: Any, *, plain_only: bool) -> tuple[Any, Any]:
+def split(answer: Any, *, from_model: bool) -> tuple[Any, Any]:
     """(the loss, the rest) of what a loss function or a model returned.
 
-    ``plain_only``: of an object or dict that the model returned, leave out what is not made of tensors and plain values
-    (a key-value cache): nobody asked for it, and returning it would cost memory.
+    ``from_model``: of an object that the model made, as those of transformers do, only the loss is taken. Nobody asked
+    for its logits and caches here, and returning them would cost memory and casts; ``return_output=True`` asks.
     """
     if isinstance(answer, torch.Tensor):
         return answer, None
+    if from_model and hasattr(answer, "__dataclass_fields__"):
+        return getattr(answer, "loss", answer), None
     names = _names(answer)
     if names is not None:
         values = {name: answer[name] if isinstance(answer, Mapping) else getattr(answer, name) for name in names}
-        loss = values.pop("loss")
-        return loss, {name: v for name, v in values.items() if not plain_only or _is_plain(v)}
+        return values.pop("loss"), values
     if hasattr(answer, "loss"):
         return answer.loss, None
     if isinstance(answer, (tuple, list)) and len(answer) > 0 and isinstance(answer[0], torch.Tensor):
@@ -86,14 +87,6 @@ def _names(answer: Any) -> list[str] | None:
     else:
         names = list(getattr(answer, "__dataclass_fields__", ()))
     return names if "loss" in names else None
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return all(_is_plain(item) for item in value)
-    if isinstance(value, dict):
-        return all(_is_plain(item) for item in value.values())
-    return value is None or isinstance(value, (torch.Tensor, bool, int, float, str))
 
 
 # ------------------------------------------------------------------------------------------------- as values

@@ -303,7 +303,7 @@ class TrainStep:
         def loss_of(args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> Any:
             output = model(*args, **kwargs)
             answer = output if loss_fn is None else loss_fn(output, targets)
-            loss, extra = split(answer, plain_only=loss_fn is None)
+            loss, extra = split(answer, from_model=loss_fn is None)
             if mark and isinstance(loss, torch.Tensor):
                 loss = torch.ops.amp.loss(loss)
             return loss, extra, output if return_output else None
