@@ -31,8 +31,9 @@ class StepResult:
     the weights are updated, and a warning is given.
 
     ``extra``: what came with the loss, if anything did: ``metrics`` of ``(loss, metrics)``, the other entries of a dict
-    with ``"loss"``. Of an object with ``.loss`` that the model itself returned it is None. ``output``: the model's output, with ``return_output=True``. Both are detached and have the
-    dtypes that the fp32 model would give; ``flush()`` has neither.
+    with ``"loss"``. Of an object with ``.loss`` that the model itself returned it is None. ``output``: the model's
+    output, with ``return_output=True``. Both are detached and have the dtypes that the fp32 model would give;
+    ``flush()`` has neither.
     """
 
     loss: Tensor
