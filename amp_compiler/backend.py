@@ -21,7 +21,6 @@ from torch import fx
 from . import graph as g
 from . import pipeline
 from .capture import dynamo
-from .capture.remedies import remedy
 from .errors import AmpError, AmpWarning, ArgumentError, BannedOpError, CaptureError, PolicyError
 from .logs import log
 from .nesting import has_parts
@@ -88,7 +87,7 @@ class State:
         """Graph breaks that no captured graph tells of, as when the code before them had no tensor op."""
         for reason in reasons:
             if not any(reason in known for known in self.not_captured):
-                self.not_captured.append(f"graph break: {reason}{remedy(reason)}")
+                self.not_captured.append(f"graph break: {reason}{dynamo.remedy(reason)}")
                 log("capture", "graph break: %s", reason)
 
     def leave(self, text: str) -> None:

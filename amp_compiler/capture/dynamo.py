@@ -23,7 +23,8 @@ from torch.utils import _pytree as pytree
 from ..errors import AmpError
 from ..scopes import is_inside_call
 from .frames import Outside, compile_with
-from .remedies import Reason, remedy
+from .remedies import Reason
+from .remedies import remedy as remedy
 
 #: signatures that one compiled module may have before Dynamo gives up on it
 RECOMPILE_LIMIT = 64
