@@ -10,6 +10,7 @@ import contextlib
 import sys
 import time
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -216,7 +217,8 @@ class Backend:
     def __init__(self, target: Any, options: Options, state: State) -> None:
         self.target, self.options, self.state = target, options, state
         self.forward = pipeline.build(options.disable_passes).forward
-        self.__name__ = "amp_compiler"
+        self.handle = dynamo.Handle(self)
+        self.runs: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = weakref.WeakKeyDictionary()
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         known = len(self.state.history)

@@ -11,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
@@ -34,7 +35,16 @@ REMEDIES = {
     "Tensor.item()": "values read as numbers are captured with torch._dynamo.config.capture_scalar_outputs = True",
 }
 _CALLERS = itertools.count()
-Backend = Callable[[fx.GraphModule, Sequence[Any]], Any]
+
+
+class Backend(Protocol):
+    """Makes a callable of each graph that Dynamo captures."""
+
+    handle: Handle
+    #: what Dynamo was given -> what it runs
+    runs: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]]
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any: ...
 
 
 def remedy(reason: str) -> str:
@@ -62,7 +72,7 @@ def compile_frame(
     outside: Outside | None = None,
     error_on_graph_break: bool | None = None,
 ) -> Any:
-    """``torch.compile`` with our backend; nothing is captured before the first call.
+    """As ``torch.compile`` with our backend; nothing is captured before the first call. The caller keeps ``backend``.
 
     ``outside``: in charge of the code that is not captured. ``error_on_graph_break``: raise instead of running pieces.
 
@@ -71,11 +81,63 @@ def compile_frame(
     """
     function = _caller(target) if isinstance(target, nn.Module) else target
     settings: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}
-    if outside is None and error_on_graph_break is None:
-        return torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=fullgraph, **settings)
     if error_on_graph_break is not None:
         settings["error_on_graph_break"] = error_on_graph_break
-    return compile_with(outside, function, backend, dynamic=dynamic, nopython=fullgraph, **settings)
+    if isinstance(code := getattr(function, "__code__", None), CodeType):
+        backend.handle.compiles(code)
+    return compile_with(outside, function, backend.handle, dynamic=dynamic, nopython=fullgraph, **settings)
+
+
+class Handle:
+    """A backend as Dynamo knows it: Dynamo keeps every backend, and much of what a backend gives it, until the process
+    ends, and must not keep a model, an optimizer or a graph by that. The owner of ``backend`` decides how long all of
+    these live; when it lets go, Dynamo's caches are cleared of what they hold for this backend.
+
+    torch 2.13 internals: ``eval_frame.cached_backends`` holds backends. The entry for a compiled frame in the cache of
+    its code object holds new code, which owns the compiled function in the module's globals; ``orig_code_map`` leads
+    from the new code back to the old one, so that neither is ever freed. ``ExtraState.invalidate`` is what Dynamo calls
+    itself when an object dies that an entry has guards on.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = weakref.ref(backend)
+        self._codes: dict[int, weakref.ref[CodeType]] = {}
+        self.__name__ = "amp_compiler"
+        weakref.finalize(backend, self._release).atexit = False
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        backend = self._backend()
+        if backend is None:
+            return gm.forward
+        run = backend(gm, example_inputs)
+        found = weakref.ref(run)
+
+        def call(*args: Any) -> Any:
+            run = found()
+            assert run is not None  # who calls this owns the backend
+            return run(*args)
+
+        backend.runs[call] = run
+        return call
+
+    def compiles(self, code: CodeType) -> None:
+        """Remember code whose cache may hold an entry for this backend."""
+        if id(code) not in self._codes:
+            self._codes[id(code)] = weakref.ref(code)
+
+    def _release(self) -> None:
+        from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+        from torch._dynamo import eval_frame
+        from torch._dynamo.guards import DeletedGuardManagerWrapper
+
+        for code in filter(None, (known() for known in self._codes.values())):
+            for entry in _debug_get_cache_entry_list(code):
+                manager: Any = entry.guard_manager
+                if eval_frame.innermost_backend(entry.backend) is self and manager.extra_state is not None:
+                    manager.extra_state.invalidate(entry, DeletedGuardManagerWrapper("the compiled model is gone"))
+                    # finalizers of classes and functions that it had guards on hold the rest of it
+                    manager.__dict__ = {"cache_entry": None, "extra_state": None}
+        eval_frame.cached_backends.pop(id(self), None)
 
 
 def is_capture_failure(error: Exception) -> bool:

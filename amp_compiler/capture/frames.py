@@ -60,12 +60,13 @@ class Outside(Protocol):
 
 
 def compile_with(outside: Outside | None, function: Callable[..., Any], backend: Any, **options: Any) -> Any:
-    """``torch._dynamo.optimize`` with ``outside``, if given, in charge of what is not captured."""
+    """``torch._dynamo.optimize`` with ``outside``, if given, in charge of what is not captured; ``backend``: a
+    ``dynamo.Handle``."""
     import torch._dynamo
 
     context: Any = torch._dynamo.optimize(backend, **options)
     if outside is not None and hasattr(context, "callback"):  # it has none where the environment disables Dynamo
-        context.callback = _Callback(context.callback, outside)
+        context.callback = _Callback(context.callback, outside, backend)
     return context(function)
 
 
@@ -152,8 +153,9 @@ def _compiled_call() -> types.CodeType:
 class _Callback:
     """In front of Dynamo's callback."""
 
-    def __init__(self, dynamo: Any, outside: Outside) -> None:
+    def __init__(self, dynamo: Any, outside: Outside, handle: Any) -> None:
         self._torchdynamo_orig_backend = dynamo  # Dynamo keeps caches by the innermost backend
+        self._handle = handle
         self._outside = weakref.ref(outside)  # trampolines stay in Dynamo's caches when the model is gone
 
     def __call__(self, frame: Any, entry: Any, state: Any) -> Any:
@@ -165,6 +167,7 @@ class _Callback:
         outside = self._outside()
         if code.co_filename in _OWN_FILES or outside is None:
             return ConvertFrameReturn()
+        self._handle.compiles(code)
         if code is _MODULE_CALL:
             return _guarded(_trampoline(code, _module_runner(self._outside)))
         if code is _disabled_call() and outside.watches_disabled:
