@@ -217,8 +217,8 @@ class Backend:
     def __init__(self, target: Any, options: Options, state: State) -> None:
         self.target, self.options, self.state = target, options, state
         self.forward = pipeline.build(options.disable_passes).forward
-        self.handle = dynamo.Handle(self)
-        self.runs: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = weakref.WeakKeyDictionary()
+        self.handle: dynamo.Handle | None = None
+        self.runs: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] | None = None
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         known = len(self.state.history)

@@ -22,7 +22,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import AmpError
-from .frames import Outside, compile_with
+from .frames import Outside, compile_with, unwatched
 
 #: signatures that one compiled module may have before Dynamo gives up on it
 RECOMPILE_LIMIT = 64
@@ -40,9 +40,9 @@ _CALLERS = itertools.count()
 class Backend(Protocol):
     """Makes a callable of each graph that Dynamo captures."""
 
-    handle: Handle
+    handle: Handle | None
     #: what Dynamo was given -> what it runs
-    runs: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]]
+    runs: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] | None
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any: ...
 
@@ -63,6 +63,7 @@ class Uncaptured:
         return f"{self.what} ({self.source})" if self.source else self.what
 
 
+@unwatched  # by the one that compiles a model of which this is a part
 def compile_frame(
     target: Any,
     backend: Backend,
@@ -79,6 +80,10 @@ def compile_frame(
     ``isolate_recompiles``: Dynamo counts re-compilations for each code object, so the same class compiled at a
     few levels, or modules of torch.nn, would use up the limit together and then run uncompiled, in fp32.
     """
+    while _DEAD:
+        _DEAD.pop().clear_caches()
+    if backend.handle is None:
+        backend.handle, backend.runs = Handle(backend), weakref.WeakKeyDictionary()
     function = _caller(target) if isinstance(target, nn.Module) else target
     settings: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}
     if error_on_graph_break is not None:
@@ -89,9 +94,8 @@ def compile_frame(
 
 
 class Handle:
-    """A backend as Dynamo knows it: Dynamo keeps every backend, and much of what a backend gives it, until the process
-    ends, and must not keep a model, an optimizer or a graph by that. The owner of ``backend`` decides how long all of
-    these live; when it lets go, Dynamo's caches are cleared of what they hold for this backend.
+    """A backend as Dynamo knows it: Dynamo keeps every backend, and what a backend gives it, until the process ends,
+    and must not keep a model, an optimizer or a graph by that. The owner of ``backend`` decides how long these live.
 
     torch 2.13 internals: ``eval_frame.cached_backends`` holds backends. The entry for a compiled frame in the cache of
     its code object holds new code, which owns the compiled function in the module's globals; ``orig_code_map`` leads
@@ -103,7 +107,7 @@ class Handle:
         self._backend = weakref.ref(backend)
         self._codes: dict[int, weakref.ref[CodeType]] = {}
         self.__name__ = "amp_compiler"
-        weakref.finalize(backend, self._release).atexit = False
+        weakref.finalize(backend, _DEAD.append, self).atexit = False
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         backend = self._backend()
@@ -117,6 +121,7 @@ class Handle:
             assert run is not None  # who calls this owns the backend
             return run(*args)
 
+        assert backend.runs is not None
         backend.runs[call] = run
         return call
 
@@ -125,7 +130,8 @@ class Handle:
         if id(code) not in self._codes:
             self._codes[id(code)] = weakref.ref(code)
 
-    def _release(self) -> None:
+    def clear_caches(self) -> None:
+        """Take what Dynamo holds for a backend that is gone out of its caches."""
         from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
         from torch._dynamo import eval_frame
         from torch._dynamo.guards import DeletedGuardManagerWrapper
@@ -133,11 +139,17 @@ class Handle:
         for code in filter(None, (known() for known in self._codes.values())):
             for entry in _debug_get_cache_entry_list(code):
                 manager: Any = entry.guard_manager
-                if eval_frame.innermost_backend(entry.backend) is self and manager.extra_state is not None:
+                ours = entry.backend is not None and eval_frame.innermost_backend(entry.backend) is self
+                if ours and manager.extra_state is not None:
                     manager.extra_state.invalidate(entry, DeletedGuardManagerWrapper("the compiled model is gone"))
                     # finalizers of classes and functions that it had guards on hold the rest of it
                     manager.__dict__ = {"cache_entry": None, "extra_state": None}
         eval_frame.cached_backends.pop(id(self), None)
+
+
+#: handles of backends that are gone. Their caches are cleared when the next model is compiled: at the moment of a death
+#: Dynamo may be at work on the very same caches, in C++
+_DEAD: list[Handle] = []
 
 
 def is_capture_failure(error: Exception) -> bool:
