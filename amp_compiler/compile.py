@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import functools
+import threading
 import types
 from collections.abc import Callable, Iterable
 from typing import Any, overload
@@ -15,9 +15,12 @@ from . import pipeline
 from .arguments import call_arguments, check_request
 from .backend import Captured, Options, State
 from .errors import ArgumentError
+from .methods import calling, stand_in
 from .ops.names import OpLike
 from .policy import Policy, dtype_name
 from .report import Report
+
+_FIRST_CALLS = threading.RLock()
 
 
 class AmpModule(nn.Module):
@@ -28,7 +31,7 @@ class AmpModule(nn.Module):
     """
 
     _OWN = ("enabled", "training", "_original", "_options", "_state", "_compiled", "_modules", "_parameters",
-            "_buffers", "_is_function", "_ready")  # fmt: skip
+            "_buffers", "_is_function", "_ready", "_stand_in")  # fmt: skip
 
     def __init__(self, target: Callable[..., Any], options: Options) -> None:
         is_function = not isinstance(target, nn.Module)
@@ -39,6 +42,7 @@ class AmpModule(nn.Module):
         object.__setattr__(self, "_options", options)
         object.__setattr__(self, "_state", State())
         object.__setattr__(self, "_compiled", None)
+        object.__setattr__(self, "_stand_in", None)
         object.__setattr__(self, "enabled", True)
         if isinstance(target, nn.Module):
             for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
@@ -51,8 +55,14 @@ class AmpModule(nn.Module):
         if not self.enabled:
             return self._original(*args, **kwargs)
         if self._compiled is None:
-            object.__setattr__(self, "_compiled", Captured(self._original, self._original, self._options, self._state))
+            self._begin()
         return self._compiled(*args, **kwargs)
+
+    def _begin(self) -> None:
+        with _FIRST_CALLS:  # several threads may come at once
+            if self._compiled is None:
+                captured = Captured(self._original, self._original, self._options, self._state)
+                object.__setattr__(self, "_compiled", captured)
 
     # ------------------------------------------------------------------------------------------- looking
 
@@ -132,30 +142,13 @@ class AmpModule(nn.Module):
             return self._calling_compiled(found)
         return found
 
-    def _calling_compiled(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _calling_compiled(self, method: Any) -> Callable[..., Any]:
         """A method of the original (``generate``) that finds the compiled forward when it calls the model."""
-        original: nn.Module = self._original
-
-        @functools.wraps(original.forward)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            here = original.__dict__.pop("forward")  # the compiled model calls the original's own
-            try:
-                return self(*args, **kwargs)
-            finally:
-                original.__dict__["forward"] = here
-
-        @functools.wraps(method)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            hooked = original._forward_hooks or original._forward_pre_hooks  # they would run twice
-            if not self.enabled or hooked or "forward" in original.__dict__:
-                return method(*args, **kwargs)
-            original.__dict__["forward"] = forward
-            try:
-                return method(*args, **kwargs)
-            finally:
-                original.__dict__.pop("forward", None)
-
-        return run
+        other, original = self._stand_in, self._original
+        if other is None or not isinstance(other, type(original)) or other.__dict__ is not original.__dict__:
+            other = stand_in(original, self)
+            object.__setattr__(self, "_stand_in", other)
+        return calling(method, other, self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in AmpModule._OWN or not self.__dict__.get("_ready", False) or self._is_function:

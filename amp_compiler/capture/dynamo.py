@@ -183,20 +183,37 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def capture_settings() -> Iterator[None]:
-    """How Dynamo must be set while one of our modules is called (its guards see these settings)."""
+    """How Dynamo must be set while one of our modules is called. Its settings belong to the thread (torch 2.13)."""
     import torch._dynamo
 
     _tell_where_autocast_begins()
-    fastpath = torch.backends.mha.get_fastpath_enabled()
-    # in eval mode nn.TransformerEncoderLayer would be captured as one fused op that no list knows
-    torch.backends.mha.set_fastpath_enabled(False)
+    _capture_slow_attention()
     old = torch._dynamo.config.allow_rnn
     torch._dynamo.config.allow_rnn = True
     try:
         yield
     finally:
         torch._dynamo.config.allow_rnn = old
-        torch.backends.mha.set_fastpath_enabled(fastpath)
+
+
+@functools.cache
+def _capture_slow_attention() -> None:
+    """In eval mode ``nn.TransformerEncoderLayer`` would be captured as one fused op that no list knows. The switch,
+    ``torch.backends.mha.set_fastpath_enabled``, acts on the whole process, and other threads would see it. So what
+    Dynamo reads for our backends says that it is off; for others nothing changes."""
+    from torch._dynamo.eval_frame import innermost_backend
+    from torch._dynamo.variables import ConstantVariable
+    from torch._dynamo.variables.functions import UserFunctionVariable
+
+    call = UserFunctionVariable.call_function
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        asked = self.fn is torch.backends.mha.get_fastpath_enabled
+        if asked and isinstance(innermost_backend(tx.output.compiler_fn), Handle):
+            return ConstantVariable.create(False)
+        return call(self, tx, args, kwargs)
+
+    UserFunctionVariable.call_function = call_function  # type: ignore[method-assign]
 
 
 @functools.cache

@@ -95,6 +95,7 @@ def twin_of_frame(policy: Policy, modules: Mapping[int, str]) -> fx.GraphModule 
             found.append(lower(gm, inputs, policy, modules, fakes=[_fresh(v) for v in values], promote=True))
         raise _Seen
 
+    record._torchdynamo_orig_backend = frame.output.compiler_fn  # type: ignore[attr-defined]  # as ``dynamo`` asks
     attempt = CompileContext.get().attempt
     try:
         with _low_fakes(policy.low), _followed_dtypes(), _quiet():
