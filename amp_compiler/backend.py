@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import time
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -68,6 +70,15 @@ class Piece:
     joint: fx.GraphModule | None = None  # forward, backward and loss scaling in one, of a whole training step
 
 
+class _Running(threading.local):
+    """What belongs to the call that this thread is in."""
+
+    def __init__(self) -> None:
+        #: (path, dtype): what ``set_precision`` says around a module that is compiled by itself
+        self.inherited: tuple[str, torch.dtype | None] | None = None
+        self.entered = Surroundings.now()  # the regions around the call
+
+
 @dataclass
 class State:
     """Everything that capturing adds; a fresh one for each compiled module."""
@@ -78,9 +89,7 @@ class State:
     notes: list[str] = field(default_factory=list)
     warned: set[str] = field(default_factory=set)
     work: Work | None = None  # measured on request
-    #: (path, dtype): what ``set_precision`` says around a module that is compiled by itself
-    inherited: tuple[str, torch.dtype | None] | None = None
-    entered: Surroundings = field(default_factory=Surroundings.now)  # the regions around the call that is running
+    running: _Running = field(default_factory=_Running)
     handed: Handed = field(default_factory=Handed)  # wide values that pieces of that call gave
 
     def missed(self, reasons: Iterable[str]) -> None:
@@ -155,8 +164,8 @@ class Captured:
         wide = state.handed.call(self._wide(*args, **kwargs))
         outside = self._outside.call() if self._outside is not None else contextlib.nullcontext()
         with suspended(), self._no_autocast(), dynamo.capture_settings(), outside, wide, inside_call() as surroundings:
-            state.entered = surroundings
-            if state.entered.scopes:
+            outer, state.running.entered = state.running.entered, surroundings
+            if surroundings.scopes:
                 state.leave("a precision scope acts inside a model's code; around a call of it, it does nothing")
             try:
                 result = self._run(*args, **kwargs)
@@ -168,7 +177,9 @@ class Captured:
                 if isinstance(explained, ArgumentError):  # the user's to mend: Dynamo's frames say nothing about it
                     raise explained.with_traceback(None) from None
                 raise explained from error
-        if Surroundings.now().opened > state.entered.opened and "scope" not in state.warned:
+            finally:
+                state.running.entered = outer
+        if Surroundings.now().opened > surroundings.opened and "scope" not in state.warned:
             state.warned.add("scope")
             why = "; ".join(before.breaks_since()) or "see not_captured in the report"
             state.leave(
@@ -219,7 +230,8 @@ class Backend:
     def __init__(self, target: Any, options: Options, state: State) -> None:
         self.target, self.options, self.state = target, options, state
         self.forward = pipeline.build(options.disable_passes).forward
-        self.__name__ = dynamo.BACKEND_NAME
+        self.handle: dynamo.Handle | None = None
+        self.runs: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] | None = None
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         known = len(self.state.history)
@@ -263,7 +275,7 @@ class Backend:
         graph.meta[g.STATE] = dynamo.kept_values(gm, example_inputs)
         self.mark_wide(gm, graph, example_inputs)
         marked = marked_modules(modules)
-        alone = self.state.inherited
+        alone = self.state.running.inherited
         if alone is not None and alone[1] is not None:
             marked.setdefault(alone[0], alone[1])
         keep = self.options.keep_output_dtypes
@@ -307,7 +319,7 @@ class Backend:
         breaks inside it, and compiles what is called there. Guards see a precision scope, not an autocast region."""
         if any(getattr(n.target, "__name__", "") == "_enter_autocast" for n in gm.graph.nodes):
             return None  # this graph shows its regions
-        found = self.state.entered.region_since()
+        found = self.state.running.entered.region_since()
         if found is not None and found[0] == "autocast":
             self.state.leave(
                 "a graph break inside a torch.autocast region makes Dynamo run the region as plain Python: the code "

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import threading
 import types
 import warnings
 import weakref
@@ -21,6 +22,7 @@ from .backend import Captured, Options, State, users_frame
 from .capture import dynamo
 from .capture.frames import is_optimized
 from .errors import AmpWarning, ArgumentError
+from .methods import calling, stand_in
 from .nesting import mark_of, policy_region
 from .ops.names import OpLike
 from .policy import Policy, dtype_name
@@ -29,6 +31,8 @@ from .scopes import is_inside_call
 
 #: names that belong to nn.Module itself: the machinery of calls, hooks and state_dict()
 _MACHINERY = frozenset({*dir(nn.Module), *nn.Module().__dict__})
+
+_FIRST_CALLS = threading.RLock()
 
 
 class AmpModule(nn.Module):
@@ -48,7 +52,7 @@ class AmpModule(nn.Module):
 
     _amp_compiled = True  # by this the rooms below know a compiled module: scopes.original_of, nesting
     _OWN = frozenset({"enabled", "training", "_original", "_options", "_state", "_compiled", "_modules", "_parameters",
-                      "_buffers", "_non_persistent_buffers_set", "_is_function", "_ready",
+                      "_buffers", "_non_persistent_buffers_set", "_is_function", "_ready", "_stand_in",
                       "_given_class", "_mark", "__class__"})  # fmt: skip
 
     def __new__(cls, target: Callable[..., Any], options: Options) -> AmpModule:
@@ -65,6 +69,7 @@ class AmpModule(nn.Module):
         object.__setattr__(self, "_compiled", None)
         object.__setattr__(self, "_given_class", type(target))
         object.__setattr__(self, "_mark", mark_of(options.policy))
+        object.__setattr__(self, "_stand_in", None)
         object.__setattr__(self, "enabled", True)
         if isinstance(target, nn.Module):
             for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
@@ -100,8 +105,14 @@ class AmpModule(nn.Module):
         if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
             raise ArgumentError(f"torch.jit.trace cannot take an amp_compile'd module: {_NO_TORCHSCRIPT}")
         if self._compiled is None:
-            object.__setattr__(self, "_compiled", Captured(self._original, self._original, self._options, self._state))
+            self._begin()
         return self._compiled(*args, **kwargs)
+
+    def _begin(self) -> None:
+        with _FIRST_CALLS:  # several threads may come at once
+            if self._compiled is None:
+                captured = Captured(self._original, self._original, self._options, self._state)
+                object.__setattr__(self, "_compiled", captured)
 
     def __prepare_scriptable__(self) -> Any:
         """torch.jit.script asks for this before it looks at a module."""
@@ -204,30 +215,13 @@ class AmpModule(nn.Module):
         object, and knows only this one."""
         return hasattr(self._given_class, name)
 
-    def _calling_compiled(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _calling_compiled(self, method: Any) -> Callable[..., Any]:
         """A method of the original (``generate``) that finds the compiled forward when it calls the model."""
-        original: nn.Module = self._original
-
-        @functools.wraps(original.forward)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            here = original.__dict__.pop("forward")  # the compiled model calls the original's own
-            try:
-                return self(*args, **kwargs)
-            finally:
-                original.__dict__["forward"] = here
-
-        @functools.wraps(method)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            hooked = original._forward_hooks or original._forward_pre_hooks  # they would run twice
-            if not self.enabled or hooked or "forward" in original.__dict__:
-                return method(*args, **kwargs)
-            original.__dict__["forward"] = forward
-            try:
-                return method(*args, **kwargs)
-            finally:
-                original.__dict__.pop("forward", None)
-
-        return run
+        other, original = self._stand_in, self._original
+        if other is None or not isinstance(other, type(original)) or other.__dict__ is not original.__dict__:
+            other = stand_in(original, self)
+            object.__setattr__(self, "_stand_in", other)
+        return calling(method, other, self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in AmpModule._OWN or not self.__dict__.get("_ready", False):

@@ -238,14 +238,15 @@ class Uncaptured:
         self, layer: _Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[[], Any]
     ) -> Any:
         assert layer.run is not None
-        before, self.state.inherited = self.state.inherited, (layer.path, self._around.dtype)
+        running = self.state.running
+        before, running.inherited = running.inherited, (layer.path, self._around.dtype)
         try:
             return self.captured(lambda: layer.run(*args, **kwargs) if layer.run is not None else None)
         except Exception as error:
             if not dynamo.is_capture_failure(error):
                 raise
         finally:
-            self.state.inherited = before
+            running.inherited = before
         if compiled_policy(module) is not None:
             path = layer.path
             self.state.note(f"{path} was amp_compile'd by itself and is not in these graphs: see its own report()")
@@ -276,7 +277,7 @@ class Uncaptured:
         return self._low_here()
 
     def _low_here(self) -> torch.dtype | None:
-        region = self.state.entered.region_since()
+        region = self.state.running.entered.region_since()
         dtype = self.policy.low
         if region is not None and region[0] == "precision":
             dtype = region[1] or torch.float32
@@ -286,7 +287,7 @@ class Uncaptured:
 
     def _users_autocast(self) -> bool:
         """Whether the model's code has opened a ``torch.autocast`` region of its own."""
-        return Surroundings.now().autocasts > self.state.entered.autocasts
+        return Surroundings.now().autocasts > self.state.running.entered.autocasts
 
     def _is_low(self, function: Any) -> bool:
         known = self._lowers.get(function)

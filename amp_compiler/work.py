@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,13 @@ from .graph import LOW_DTYPES
 from .policy import dtype_name
 from .profile import GRAPH, list_products
 
-_COUNTING: list[Counter[int]] = []  # while products are listed: how often each graph ran
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.counting: list[Counter[int]] = []  # while products are listed: how often each graph ran
+
+
+_HERE = _Thread()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +38,9 @@ def named(graph: int, run: Callable[..., Any]) -> Callable[..., Any]:
     """The callable of a captured graph, which the profiler sees by its number while products are listed."""
 
     def call(*args: Any) -> Any:
-        if not _COUNTING:
+        if not _HERE.counting:
             return run(*args)
-        _COUNTING[-1][graph] += 1
+        _HERE.counting[-1][graph] += 1
         with torch.profiler.record_function(f"{GRAPH}{graph}"):
             return run(*args)
 
@@ -47,7 +54,7 @@ def measure(call: Callable[[], Any], flops: Callable[[int], int], modules: Mappi
     ``id``. A second call finds the places of products in fp32.
     """
     ran: Counter[int] = Counter()
-    _COUNTING.append(ran)
+    _HERE.counting.append(ran)
     try:
         products = list_products(call)
         ran = Counter(ran)
@@ -55,7 +62,7 @@ def measure(call: Callable[[], Any], flops: Callable[[int], int], modules: Mappi
         if wide:
             wide = [p for p in list_products(call, with_stack=True) if p.graph is None and p.dtype not in LOW_DTYPES]
     finally:
-        _COUNTING.pop()
+        _HERE.counting.pop()
     seen: Counter[int] = Counter()
     for product in products:
         if product.graph is not None:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
@@ -22,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import AmpError
 from ..scopes import is_inside_call
-from .frames import Outside, compile_with
+from .frames import Outside, compile_with, unwatched
 from .remedies import Reason
 from .remedies import remedy as remedy
 
@@ -34,7 +35,16 @@ RECOMPILE_LIMIT_REACHED = (
     "torch.tensor(0.1). TORCH_LOGS=recompiles shows which value it was"
 )
 _CALLERS = itertools.count()
-Backend = Callable[[fx.GraphModule, Sequence[Any]], Any]
+
+
+class Backend(Protocol):
+    """Makes a callable of each graph that Dynamo captures."""
+
+    handle: Handle | None
+    #: what Dynamo was given -> what it runs
+    runs: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] | None
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +59,7 @@ class Uncaptured:
         return f"{self.what} ({self.source}){self.advice}" if self.source else self.what + self.advice
 
 
+@unwatched  # by the one that compiles a model of which this is a part
 def compile_frame(
     target: Any,
     backend: Backend,
@@ -58,20 +69,83 @@ def compile_frame(
     outside: Outside | None = None,
     error_on_graph_break: bool | None = None,
 ) -> Any:
-    """``torch.compile`` with our backend; nothing is captured before the first call.
+    """As ``torch.compile`` with our backend; nothing is captured before the first call. The caller keeps ``backend``.
 
     ``outside``: in charge of the code that is not captured. ``error_on_graph_break``: raise instead of running pieces.
 
     ``isolate_recompiles``: Dynamo counts re-compilations for each code object, so the same class compiled at a
     few levels, or modules of torch.nn, would use up the limit together and then run uncompiled, in fp32.
     """
+    while _DEAD:
+        _DEAD.pop().clear_caches()
+    if backend.handle is None:
+        backend.handle, backend.runs = Handle(backend), weakref.WeakKeyDictionary()
     function = _caller(target) if isinstance(target, nn.Module) else target
     settings: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}
-    if outside is None and error_on_graph_break is None:
-        return torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=fullgraph, **settings)
     if error_on_graph_break is not None:
         settings["error_on_graph_break"] = error_on_graph_break
-    return compile_with(outside, function, backend, dynamic=dynamic, nopython=fullgraph, **settings)
+    if isinstance(code := getattr(function, "__code__", None), CodeType):
+        backend.handle.compiles(code)
+    return compile_with(outside, function, backend.handle, dynamic=dynamic, nopython=fullgraph, **settings)
+
+
+class Handle:
+    """A backend as Dynamo knows it: Dynamo keeps every backend, and what a backend gives it, until the process ends,
+    and must not keep a model, an optimizer or a graph by that. The owner of ``backend`` decides how long these live.
+
+    torch 2.13 internals: ``eval_frame.cached_backends`` holds backends. The entry for a compiled frame in the cache of
+    its code object holds new code, which owns the compiled function in the module's globals; ``orig_code_map`` leads
+    from the new code back to the old one, so that neither is ever freed. ``ExtraState.invalidate`` is what Dynamo calls
+    itself when an object dies that an entry has guards on.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = weakref.ref(backend)
+        self._codes: dict[int, weakref.ref[CodeType]] = {}
+        self.__name__ = "amp_compiler"
+        weakref.finalize(backend, _DEAD.append, self).atexit = False
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        backend = self._backend()
+        if backend is None:
+            return gm.forward
+        run = backend(gm, example_inputs)
+        found = weakref.ref(run)
+
+        def call(*args: Any) -> Any:
+            run = found()
+            assert run is not None  # who calls this owns the backend
+            return run(*args)
+
+        assert backend.runs is not None
+        backend.runs[call] = run
+        return call
+
+    def compiles(self, code: CodeType) -> None:
+        """Remember code whose cache may hold an entry for this backend."""
+        if id(code) not in self._codes:
+            self._codes[id(code)] = weakref.ref(code)
+
+    def clear_caches(self) -> None:
+        """Take what Dynamo holds for a backend that is gone out of its caches."""
+        from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+        from torch._dynamo import eval_frame
+        from torch._dynamo.guards import DeletedGuardManagerWrapper
+
+        for code in filter(None, (known() for known in self._codes.values())):
+            for entry in _debug_get_cache_entry_list(code):
+                manager: Any = entry.guard_manager
+                ours = entry.backend is not None and eval_frame.innermost_backend(entry.backend) is self
+                if ours and manager.extra_state is not None:
+                    manager.extra_state.invalidate(entry, DeletedGuardManagerWrapper("the compiled model is gone"))
+                    # finalizers of classes and functions that it had guards on hold the rest of it
+                    manager.__dict__ = {"cache_entry": None, "extra_state": None}
+        eval_frame.cached_backends.pop(id(self), None)
+
+
+#: handles of backends that are gone. Their caches are cleared when the next model is compiled: at the moment of a death
+#: Dynamo may be at work on the very same caches, in C++
+_DEAD: list[Handle] = []
 
 
 def is_capture_failure(error: Exception) -> bool:
@@ -108,8 +182,6 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 # torch 2.13: Dynamo calls a function that is marked as constant while it traces, and does not look into it. The mark is
 # that of torch.compiler.assume_constant_result, which would import Dynamo at the decoration.
 
-#: the name of every backend of ours
-BACKEND_NAME = "amp_compiler"
 #: ``run_apart(function, args, kwargs)`` calls a function that Dynamo is not to look at; ``needs_break`` makes it
 run_apart: Callable[..., Any] | None = None
 
@@ -125,7 +197,7 @@ def is_ours() -> bool:
         return is_inside_call()
     while (inner := getattr(backend, "_torchdynamo_orig_backend", getattr(backend, "compiler_fn", None))) is not None:
         backend = inner
-    return getattr(backend, "__name__", "") == BACKEND_NAME
+    return isinstance(backend, Handle)
 
 
 def needs_break() -> bool:
@@ -144,20 +216,37 @@ for _question in (is_ours, needs_break):
 
 @contextlib.contextmanager
 def capture_settings() -> Iterator[None]:
-    """How Dynamo must be set while one of our modules is called (its guards see these settings)."""
+    """How Dynamo must be set while one of our modules is called. Its settings belong to the thread (torch 2.13)."""
     import torch._dynamo
 
     _tell_where_autocast_begins()
-    fastpath = torch.backends.mha.get_fastpath_enabled()
-    # in eval mode nn.TransformerEncoderLayer would be captured as one fused op that no list knows
-    torch.backends.mha.set_fastpath_enabled(False)
+    _capture_slow_attention()
     old = torch._dynamo.config.allow_rnn
     torch._dynamo.config.allow_rnn = True
     try:
         yield
     finally:
         torch._dynamo.config.allow_rnn = old
-        torch.backends.mha.set_fastpath_enabled(fastpath)
+
+
+@functools.cache
+def _capture_slow_attention() -> None:
+    """In eval mode ``nn.TransformerEncoderLayer`` would be captured as one fused op that no list knows. The switch,
+    ``torch.backends.mha.set_fastpath_enabled``, acts on the whole process, and other threads would see it. So what
+    Dynamo reads for our backends says that it is off; for others nothing changes."""
+    from torch._dynamo.eval_frame import innermost_backend
+    from torch._dynamo.variables import ConstantVariable
+    from torch._dynamo.variables.functions import UserFunctionVariable
+
+    call = UserFunctionVariable.call_function
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        asked = self.fn is torch.backends.mha.get_fastpath_enabled
+        if asked and isinstance(innermost_backend(tx.output.compiler_fn), Handle):
+            return ConstantVariable.create(False)
+        return call(self, tx, args, kwargs)
+
+    UserFunctionVariable.call_function = call_function  # type: ignore[method-assign]
 
 
 @functools.cache

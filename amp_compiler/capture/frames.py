@@ -11,7 +11,8 @@ torch 2.13 internals, and why: ``torch._dynamo.optimize`` and ``OptimizeContext.
 callback in front of Dynamo's), ``ConvertFrameReturn`` and ``GuardedCode`` with an empty ``GuardManagerWrapper`` (how a
 callback gives a frame other code), ``transform_code_object`` (assembles that code for the Python version at hand),
 ``set_code_exec_strategy`` (Dynamo marks code that it skips for the whole process, ``nn.Module.__call__`` too),
-``set_eval_frame`` (our own functions must not be looked at), ``trace_rules.check`` (files that Dynamo never captures).
+``compile_lock`` and ``_get_cache_entries_for_region`` (two threads may meet one frame), ``set_eval_frame`` (our own
+functions must not be looked at), ``trace_rules.check`` (files that Dynamo never captures).
 """
 
 from __future__ import annotations
@@ -60,12 +61,13 @@ class Outside(Protocol):
 
 
 def compile_with(outside: Outside | None, function: Callable[..., Any], backend: Any, **options: Any) -> Any:
-    """``torch._dynamo.optimize`` with ``outside``, if given, in charge of what is not captured."""
+    """``torch._dynamo.optimize`` with ``outside``, if given, in charge of what is not captured; ``backend``: a
+    ``dynamo.Handle``."""
     import torch._dynamo
 
     context: Any = torch._dynamo.optimize(backend, **options)
     if outside is not None and hasattr(context, "callback"):  # it has none where the environment disables Dynamo
-        context.callback = _Callback(context.callback, outside)
+        context.callback = _Callback(context.callback, outside, backend)
     return context(function)
 
 
@@ -158,11 +160,18 @@ def _compiled_call() -> types.CodeType:
 class _Callback:
     """In front of Dynamo's callback."""
 
-    def __init__(self, dynamo: Any, outside: Outside) -> None:
+    def __init__(self, dynamo: Any, outside: Outside, handle: Any) -> None:
         self._torchdynamo_orig_backend = dynamo  # Dynamo keeps caches by the innermost backend
+        self._handle = handle
         self._outside = weakref.ref(outside)  # trampolines stay in Dynamo's caches when the model is gone
 
     def __call__(self, frame: Any, entry: Any, state: Any) -> Any:
+        from torch._dynamo.convert_frame import compile_lock
+
+        with compile_lock:  # Dynamo takes it too; another thread may be at work on the same frame
+            return _trampoline_of(frame.f_code) or self._look_at(frame, entry, state)
+
+    def _look_at(self, frame: Any, entry: Any, state: Any) -> Any:
         from torch._dynamo.convert_frame import has_tensor_in_frame
         from torch._dynamo.types import ConvertFrameReturn
         from torch._dynamo.utils import counters
@@ -171,6 +180,7 @@ class _Callback:
         outside = self._outside()
         if code.co_filename in _OWN_FILES or outside is None:
             return ConvertFrameReturn()
+        self._handle.compiles(code)
         if code is _MODULE_CALL:
             return _guarded(_trampoline(code, _module_runner(self._outside)))
         if code is _disabled_call() and outside.watches_disabled:
@@ -188,6 +198,14 @@ class _Callback:
         if result.guarded_code is not None or library or not _can_be_called(code) or not _gave_up(result):
             return result
         return _guarded(_trampoline(code, _runner(code, frame.f_globals, self._outside, "plain")))
+
+
+def _trampoline_of(code: types.CodeType) -> Any:
+    """The trampoline that another thread has made since this one looked for one, or None."""
+    for entry in eval_frame._get_cache_entries_for_region(code, eval_frame.get_eval_frame_isolate_recompiles_id()):
+        if getattr(entry.guard_manager, "is_trampoline", False):
+            return _guarded(entry.code)
+    return None
 
 
 def _gave_up(result: Any) -> bool:
@@ -210,6 +228,7 @@ def _guarded(code: types.CodeType) -> Any:
     from torch._guards import CompileId
 
     always: Any = GuardManagerWrapper()
+    always.is_trampoline = True
     return wrap_guarded_code(GuardedCode(code, always, CompileId(frame_id=0, frame_compile_id=0)))
 
 

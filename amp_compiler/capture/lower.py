@@ -170,15 +170,8 @@ def _refuse_leaks(gm: fx.GraphModule) -> None:
 
 @contextlib.contextmanager
 def _tracing(mode: Any) -> Iterator[None]:
-    # mkldnn off: with it nn.LSTM becomes mkldnn_rnn_layer, which AOTAutograd cannot differentiate
-    # (torch.backends.mkldnn.flags would also set TF32 and warn about it)
-    mkldnn: Any = torch.backends.mkldnn
-    enabled, mkldnn.enabled = mkldnn.enabled, False
-    try:
-        with mode, torch.fx.traceback.preserve_node_meta():
-            yield
-    finally:
-        mkldnn.enabled = enabled
+    with mode, torch.fx.traceback.preserve_node_meta():
+        yield
 
 
 # ------------------------------------------------------------------------------------------ decompositions

@@ -33,9 +33,27 @@ def decompositions(policy: Policy) -> dict[Any, Callable[..., Any]]:
     """How to take each recurrent op apart."""
     from torch._decomp import get_decompositions
 
-    torchs = get_decompositions(_OPS)
+    torchs = {**get_decompositions(_OPS), aten.lstm.input: _lstm}
     whole = policy.autocast_device is None
     return {op: partial(_packed if op._overloadname == "data" else _padded, torchs[op], whole) for op in _OPS}
+
+
+def _lstm(
+    input: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], has_biases: bool, num_layers: int, dropout: float,
+    train: bool, bidirectional: bool, batch_first: bool,
+) -> Results:  # fmt: skip
+    """torch's own decomposition (torch 2.13: ``lstm_impl``), but for its choice of ``mkldnn_rnn_layer``, which
+    AOTAutograd cannot differentiate. The switch of that choice, ``torch.backends.mkldnn.enabled``, would act on the
+    whole process."""
+    from torch._decomp import decompositions as d
+
+    layers = d.gather_params(params, has_biases, hx[0].size(2) != hx[1].size(2))
+    out, after = d._rnn_helper(
+        input, list(zip(hx[0], hx[1], strict=True)), layers, has_biases, num_layers, dropout, train, bidirectional,
+        batch_first, d.one_layer_lstm,
+    )  # fmt: skip
+    hidden, cells = zip(*after, strict=True)
+    return out, torch.stack(hidden, 0), torch.stack(cells, 0)
 
 
 def _padded(

@@ -82,7 +82,6 @@ def twin_of_frame(policy: Policy, modules: Mapping[int, str]) -> fx.GraphModule 
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._guards import CompileContext
 
-    from .dynamo import BACKEND_NAME
     from .lower import lower
 
     try:
@@ -97,7 +96,7 @@ def twin_of_frame(policy: Policy, modules: Mapping[int, str]) -> fx.GraphModule 
             found.append(lower(gm, inputs, policy, modules, fakes=[_fresh(v) for v in values], promote=True))
         raise _Seen
 
-    record.__name__ = BACKEND_NAME  # the same code asks whose trace it is
+    record._torchdynamo_orig_backend = frame.output.compiler_fn  # type: ignore[attr-defined]  # as ``dynamo`` asks
     attempt = CompileContext.get().attempt
     try:
         with _low_fakes(policy.low), _followed_dtypes(), _quiet():

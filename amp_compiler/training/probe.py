@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from .. import graph as g
 
@@ -53,6 +54,8 @@ class Probe:
     made: dict[int, fx.Node] = field(default_factory=dict)  # id of a tensor -> the node that gave it first
     read_on: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # node -> inputs of other graphs that are it
     gradients: int = 0
+    #: of the tensors that are watched; left on them, each would keep its tensor, and the batch's whole graph, for ever
+    hooks: list[RemovableHandle] = field(default_factory=list)
 
     def begin(self) -> None:
         self.looking, self.seen, self.made, self.read_on, self.gradients = True, {}, {}, {}, 0
@@ -60,6 +63,8 @@ class Probe:
     def end(self) -> Probe:
         """Stop looking; what was seen goes to the caller."""
         done = Probe(False, self.seen, self.made, self.read_on, self.gradients)
+        while self.hooks:
+            self.hooks.pop().remove()
         self.looking, self.seen, self.made, self.read_on = False, {}, {}, {}
         return done
 
@@ -82,7 +87,7 @@ class Probe:
         self.seen[node] = seen
         for tensor in tensors:
             if tensor.requires_grad:
-                tensor.register_hook(lambda gradient: self._gradient(seen, gradient))
+                self.hooks.append(tensor.register_hook(lambda gradient: self._gradient(seen, gradient)))
 
     def _is_meant(self, seen: Seen) -> bool:
         """A mask: infinite by a literal in the code, or an input that is one, or made of such."""

@@ -44,8 +44,8 @@ from .window import Batch, Window, multiply_, rng_state
 _SCALERS = 'loss_scaler is "dynamic", a DynamicLossScaler, a StaticLossScaler, a number (a fixed scale) or None'
 
 
-#: the window that a model's gradients belong to
-_WAITING: weakref.WeakKeyDictionary[nn.Module, Window] = weakref.WeakKeyDictionary()
+#: the window that a model's gradients belong to; the step owns it, and it may lead back to the model
+_WAITING: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Window]] = weakref.WeakKeyDictionary()
 
 
 def compile_train_step(
@@ -204,13 +204,13 @@ class TrainStep:
             raise ArgumentError("A training step was called under torch.inference_mode(): take it out of that region.")
         window = self._window
         self._owner.look()
-        other = _WAITING.get(self.model)
+        other = waiting() if (waiting := _WAITING.get(self.model)) is not None else None
         if window.done == 0 and other is not None and other is not window and other.done:
             raise ArgumentError(
                 "Another training step of this model is in the middle of an update, and its gradients would be lost: "
                 "call its flush() first, or let it finish its accumulate_steps."
             )
-        _WAITING[self.model] = window
+        _WAITING[self.model] = weakref.ref(window)
         scale = None if self.scaler is None or window.done else self.scaler.scale_on(self._device).clone()
         with window.batch(scale):
             batch = Batch(args, kwargs, targets, rng_state(self._device), window.done, window.found)
