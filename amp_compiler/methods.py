@@ -28,8 +28,10 @@ def stand_in(model: nn.Module, compiled: Callable[..., Any]) -> nn.Module:
     def reduce(self: Any, protocol: Any) -> Any:
         return model.__reduce_ex__(protocol)  # a copy is a copy of the model
 
+    # __class__: methods ask isinstance(other, self.__class__)
     body = {"__call__": call, "forward": forward, "__reduce_ex__": reduce, "__module__": own.__module__,
-            "__qualname__": own.__qualname__, "__doc__": own.__doc__}  # fmt: skip
+            "__qualname__": own.__qualname__, "__doc__": own.__doc__,
+            "__class__": property(lambda self: own)}  # fmt: skip
     made: Any = object.__new__(type(own)(own.__name__, (own,), body))
     made.__dict__ = model.__dict__
     return made  # type: ignore[no-any-return]
