@@ -234,7 +234,6 @@ def _capture_slow_attention() -> None:
     """In eval mode ``nn.TransformerEncoderLayer`` would be captured as one fused op that no list knows. The switch,
     ``torch.backends.mha.set_fastpath_enabled``, acts on the whole process, and other threads would see it. So what
     Dynamo reads for our backends says that it is off; for others nothing changes."""
-    from torch._dynamo.eval_frame import innermost_backend
     from torch._dynamo.variables import ConstantVariable
     from torch._dynamo.variables.functions import UserFunctionVariable
 
@@ -242,11 +241,17 @@ def _capture_slow_attention() -> None:
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         asked = self.fn is torch.backends.mha.get_fastpath_enabled
-        if asked and isinstance(innermost_backend(tx.output.compiler_fn), Handle):
+        if asked and _is_for_us(tx.output.compiler_fn):
             return ConstantVariable.create(False)
         return call(self, tx, args, kwargs)
 
     UserFunctionVariable.call_function = call_function  # type: ignore[method-assign]
+
+
+def _is_for_us(compiler: Any) -> bool:
+    from torch._dynamo.eval_frame import innermost_backend
+
+    return isinstance(innermost_backend(compiler), Handle)
 
 
 @functools.cache

@@ -65,7 +65,10 @@ def compile_with(outside: Outside | None, function: Callable[..., Any], backend:
     ``dynamo.Handle``."""
     import torch._dynamo
 
+    strict = options.pop("error_on_graph_break", None)
     context: Any = torch._dynamo.optimize(backend, **options)
+    if strict and hasattr(context, "callback"):
+        context.callback = _Strict(context.callback)
     if outside is not None and hasattr(context, "callback"):  # it has none where the environment disables Dynamo
         context.callback = _Callback(context.callback, outside, backend)
     return context(function)
@@ -155,6 +158,30 @@ def _compiled_call() -> types.CodeType:
 
     code: types.CodeType = torch._dynamo.optimize("eager")(lambda: None).__code__
     return code
+
+
+class _Strict:
+    """In front of Dynamo's callback: a graph break is an error.
+
+    torch 2.13 keeps ``error_on_graph_break`` in a variable of the process, and sets it for as long as the compiled code
+    runs: other threads would fail on breaks of their own. Here it is set while Dynamo compiles, which only one thread
+    does at a time.
+    """
+
+    def __init__(self, dynamo: Any) -> None:
+        self._torchdynamo_orig_backend = dynamo
+
+    def __call__(self, frame: Any, entry: Any, state: Any) -> Any:
+        from torch._dynamo import utils
+        from torch._dynamo.convert_frame import compile_lock
+
+        with compile_lock:
+            before = utils._get_error_on_graph_break()
+            utils._set_error_on_graph_break(True)
+            try:
+                return self._torchdynamo_orig_backend(frame, entry, state)
+            finally:
+                utils._set_error_on_graph_break(before)
 
 
 class _Callback:

@@ -180,9 +180,8 @@ def decompositions(policy: Policy) -> Decompositions:
     """What to take apart while lowering: RNNs always (torch's fused CPU op has no usable backward under
     AOTAutograd); under ``Policy.torch`` every composite op that autocast does not list, because autocast
     sees the ops inside it."""
-    table: Decompositions = recurrent.decompositions(policy)
-    if policy.autocast_device is not None:
-        table.update(_composites(policy))
+    table: Decompositions = {} if policy.autocast_device is None else _composites(policy)
+    table.update(recurrent.decompositions(policy))
     return table
 
 

@@ -579,16 +579,9 @@ def settings(**changes: bool) -> Removal:
     def changed() -> Iterator[None]:
         with real():
             torch._dynamo.config.allow_rnn = changes.get("rnn", True)
-            torch.backends.mha.set_fastpath_enabled(changes.get("fastpath", False))
             yield
 
     return becomes(dynamo, "capture_settings", changed)
-
-
-@contextlib.contextmanager
-def with_mkldnn(mode: Any) -> Iterator[None]:
-    with mode, torch.fx.traceback.preserve_node_meta():
-        yield
 
 
 @contextlib.contextmanager
@@ -613,7 +606,7 @@ def lstm() -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
-@trap("LSTM: mkldnn", becomes(lower, "_tracing", with_mkldnn), Exception, NO_LSTM)
+@trap("LSTM: mkldnn", becomes(recurrent, "_lstm", torch._decomp.decompositions.lstm_impl), Exception, NO_LSTM)
 def lstm_like_autocast() -> None:
     model = nn.LSTM(4, 4)
     fast = amp_compile(model, policy=Policy.torch("cpu", BF16))
@@ -621,7 +614,7 @@ def lstm_like_autocast() -> None:
     assert {r.precision for r in fast.report().rows if r.op in ("linear", "matmul", "mm")} == {"bfloat16"}
 
 
-@trap("fused encoder layer", settings(fastpath=True))
+@trap("fused encoder layer", becomes(dynamo, "_is_for_us", lambda compiler: False))
 def fastpath() -> None:
     model = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True).eval()
     fast = compiled(model)
