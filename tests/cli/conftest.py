@@ -81,8 +81,9 @@ def user_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(user_folder: Path) -> Iterator[Callable[..., Result]]:
-    """Run ``amp-compiler`` with arguments, in the user's folder."""
+def run(user_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Result]]:
+    """Run ``amp-compiler`` with arguments, in the user's folder. pytest's workers set a width."""
+    monkeypatch.delenv("COLUMNS", raising=False)
     before = os.getcwd()
     os.chdir(user_folder)
     yield lambda *args: CliRunner().invoke(app, [str(a) for a in args])

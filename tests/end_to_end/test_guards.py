@@ -489,8 +489,8 @@ def forget_regions(patch: pytest.MonkeyPatch) -> None:
     """Their ends are dropped, and the nodes between know nothing."""
     real = normalize._regions
 
-    def regions(gm: Any, around: Any) -> bool:
-        found = real(gm, around)
+    def regions(gm: Any, *context: Any) -> bool:
+        found = real(gm, *context)
         for node in gm.graph.nodes:
             node.meta.pop(g.REGION, None)
         return found
