@@ -24,6 +24,7 @@ from . import graph as g
 from . import pipeline
 from .capture import dynamo
 from .errors import AmpError, AmpWarning, ArgumentError, BannedOpError, CaptureError, PolicyError
+from .kernels.cast_matmul import scratch_bytes
 from .logs import log
 from .nesting import has_parts
 from .outside import Uncaptured, suspended
@@ -122,6 +123,7 @@ class State:
             kernels=(piece.kernels for piece in pieces),
             stages=self.history if graph is None else (),
             work=None if self.work is None else self.work.shares,
+            scratch_bytes=scratch_bytes(),
         )  # fmt: skip
 
     def measure(self, call: Callable[[], Any], target: Any) -> None:
@@ -154,9 +156,14 @@ class Captured:
         self._backend = backend or Backend(target, options, state)
         leaves_code = not options.fullgraph and options.policy.level != "O0"
         self._outside = Uncaptured(target, options, state, self._backend) if leaves_code else None
-        self._run = dynamo.compile_frame(
-            function, self._backend, dynamic=options.dynamic, fullgraph=options.fullgraph, outside=self._outside
-        )
+        self._function, self._dynamic = function, options.dynamic
+        self._run = self._compile()
+
+    def _compile(self) -> Any:
+        return dynamo.compile_frame(
+            self._function, self._backend, dynamic=self._dynamic, fullgraph=self.options.fullgraph,
+            outside=self._outside,
+        )  # fmt: skip
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         state = self.state
@@ -191,7 +198,25 @@ class Captured:
             self._nothing_captured(before.skipped_since("raised" in state.warned))
         elif len(state.pieces) > pieces:
             state.missed(before.breaks_since())
+        if self._outside is not None and self._outside.over_limit:
+            self._over_limit(self._outside)
         return result
+
+    def _over_limit(self, outside: Uncaptured) -> None:
+        """Dynamo has given up on code that was compiled too often: begin again with graphs that fit more inputs."""
+        limit = f"the model was compiled for {dynamo.RECOMPILE_LIMIT} different shapes or values, which is the limit"
+        see = "TORCH_LOGS=recompiles shows what differs between them"
+        if self._dynamic is not True:
+            asked = " (dynamic=False makes a graph for each shape)" if self._dynamic is False else ""
+            self.state.leave(f"{limit}{asked}. From now on its graphs have dynamic sizes, as with dynamic=True. {see}")
+            self._dynamic = True
+            outside.make_dynamic()
+            self._run = self._compile()
+        else:
+            self.state.leave(
+                f"{limit}, also with dynamic sizes. From now on the code that differs runs as plain Python, with its "
+                f"products under torch.autocast. Pass a number that changes at every call as a tensor. {see}"
+            )
 
     @contextlib.contextmanager
     def _no_autocast(self) -> Iterator[None]:

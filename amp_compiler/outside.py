@@ -183,7 +183,8 @@ class Uncaptured:
         self._notes_wide = self.policy.level == "O2" and self.policy.autocast_device is None
         self._told: set[Any] = set()
         self._around = _Around()
-        self.watches_disabled = False
+        self.watches_disabled = self.over_limit = False
+        self._dynamic = options.dynamic
         self._wholly = self.policy.autocast_device if not options.keep_output_dtypes else None
 
     def call(self) -> AbstractContextManager[None]:
@@ -200,6 +201,11 @@ class Uncaptured:
         finally:
             if torch.autocast_decrement_nesting() == 0:
                 torch.clear_autocast_cache()
+
+    def make_dynamic(self) -> None:
+        """Compile modules with dynamic sizes from now on."""
+        self._dynamic, self.over_limit = True, False
+        self._layers.clear()
 
     # ---------------------------------------------------------------------------------- frames.Outside
 
@@ -351,7 +357,7 @@ class Uncaptured:
         run = None
         if path and _is_worth_it(module):
             run = dynamo.compile_frame(
-                module, self.backend, dynamic=self.options.dynamic, fullgraph=False, error_on_graph_break=True
+                module, self.backend, dynamic=self._dynamic, fullgraph=False, error_on_graph_break=True
             )
         self._layers[id(module)] = _Layer(weakref.ref(module), path, run)
         return self._layers[id(module)]

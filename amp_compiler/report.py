@@ -93,6 +93,8 @@ class Report:
     work: dict[str, float] | None = None
     #: module path -> its share of ``casts``; None where that is not known
     casts_by_module: dict[str, int] | None = None
+    #: memory that the CPU's kernels keep in this process for their next calls, for all models together
+    scratch_bytes: int = 0
     #: the graphs after each stage, for pictures
     stages: tuple[Record, ...] = field(default=(), repr=False, compare=False)
 
@@ -207,7 +209,7 @@ def build_report(
     rows: Iterable[Row], casts: Iterable[tuple[int, int]], *, level: str, dtype: torch.dtype,
     not_captured: Iterable[str] = (), notes: Iterable[str] = (),
     kernels: Iterable[Counter[tuple[str, str]]] = (), stages: Sequence[Record] = (),
-    work: Mapping[str, float] | None = None,
+    work: Mapping[str, float] | None = None, scratch_bytes: int = 0,
 ) -> Report:  # fmt: skip
     """Add up rows and cast totals."""
     rows, casts = tuple(rows), list(casts)
@@ -217,7 +219,7 @@ def build_report(
         rows, level, dtype_name(dtype), sum(n for n, _ in casts), sum(b for _, b in casts),
         low / flops if flops else 0.0, dict(Counter(r.precision for r in rows)), tuple(not_captured), tuple(notes),
         tuple(Kernel(op, count, reason) for (op, reason), count in sorted(sum(kernels, Counter()).items())),
-        None if work is None else dict(work), casts_by_module(stages), tuple(stages),
+        None if work is None else dict(work), casts_by_module(stages), scratch_bytes, tuple(stages),
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from .gpu import DTYPES, uses_triton
 #: a buffer of more bytes than this is not kept for the next call
 KEPT = 1 << 26
 VIEWS = 256  # shapes that are remembered
+_BUFFERS: weakref.WeakSet[Tensor] = weakref.WeakSet()  # those of all threads
 
 
 class Scratch(threading.local):
@@ -55,6 +57,7 @@ class Scratch(threading.local):
                 held = torch.empty(size, dtype=dtype)
             if keep:
                 self.buffers[use, dtype] = held
+                _BUFFERS.add(held)
                 self.views.clear()  # they show the memory that this replaces
         lying = (*shape[:-2], shape[-1], shape[-2]) if turned else shape
         view = held[:size].view(lying)
@@ -73,6 +76,14 @@ class Scratch(threading.local):
 
 
 SCRATCH = Scratch()
+
+
+def scratch_bytes() -> int:
+    """Memory that the kernels of this process keep for their next calls: at most ``KEPT`` bytes for each operand and
+    thread, in C++ and in Python."""
+    compiled: int = torch.ops.amp_cpu.scratch_bytes() if build.loaded() else 0
+    return compiled + sum(buffer.nbytes for buffer in list(_BUFFERS))
+
 
 _LIBRARY = torch.library.Library("amp", "FRAGMENT")
 _LIBRARY.define("cast_matmul(Tensor a, Tensor b, Tensor? bias, ScalarType dtype, ScalarType out_dtype) -> Tensor")

@@ -42,6 +42,7 @@ class Outside(Protocol):
     """What to do with code that is not captured."""
 
     watches_disabled: bool  # a function under torch.compiler.disable was met
+    over_limit: bool  # Dynamo has compiled some code so often that it does not compile it again
 
     def is_plain(self) -> bool:
         """Whether this thread is in code that runs as plain Python."""
@@ -219,6 +220,7 @@ class _Callback:
                 return ConvertFrameReturn()  # as Dynamo does: a logger's methods are many
             return _guarded(_trampoline(code, _runner(code, frame.f_globals, self._outside, "captured")))
         result = self._torchdynamo_orig_backend(frame, entry, state)
+        outside.over_limit |= result.frame_exec_strategy.cur_action == _ACTION.RUN_ONLY
         if not outside.watches_disabled and any("torch.compiler.disable" in why for why in counters["graph_break"]):
             outside.watches_disabled = True  # not before: every graph is behind such a call
             _look_again(_disabled_call())

@@ -40,6 +40,7 @@ def report_document(report: Report) -> dict[str, Any]:
         "notes": list(report.notes),
         "work": None if report.work is None else dict(report.work),
         "kernels": [asdict(kernel) for kernel in report.kernels],
+        "scratch_bytes": report.scratch_bytes,
         "rows": [asdict(row) for row in report.rows],
     }
 

@@ -185,6 +185,9 @@ def _remarks(report: Report, width: int) -> list[Text]:
         made += _paragraph(f"note: {note}", width, style="yellow")
     for kernel in report.kernels:
         made += _paragraph(f"kernel: {kernel}", width)
+    if report.kernels and report.scratch_bytes:
+        size = f"{report.scratch_bytes / 2**20:.1f} MiB"
+        made += _paragraph(f"scratch memory that kernels keep in this process, for all models: {size}", width)
     return made
 
 

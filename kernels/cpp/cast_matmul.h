@@ -11,8 +11,10 @@
 #include <ATen/ops/reshape.h>
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
 #include <optional>
+#include <utility>
 
 #include "pack.h"
 #include "rounding.h"
@@ -25,25 +27,38 @@ using at::Tensor;
 // than the conversion into it. What is larger than KEPT bytes goes back after the call.
 constexpr int64_t KEPT = int64_t(1) << 26;
 
+// Bytes of all pieces of all threads.
+inline std::atomic<int64_t>& scratch_bytes() {
+  static std::atomic<int64_t> bytes{0};
+  return bytes;
+}
+
 class Scratch {
  public:
+  Scratch() = default;
+  Scratch(Scratch&& other) noexcept : memory_(std::move(other.memory_)), size_(std::exchange(other.size_, 0)) {}
+  ~Scratch() { release(); }
+
   float* take(int64_t count) {
     const int64_t bytes = count * static_cast<int64_t>(sizeof(float)) + 64;
     if (bytes > size_) {
-      memory_.reset();  // the old piece goes before the new one comes
+      release();  // the old piece goes before the new one comes
       memory_.reset(new char[bytes]);
       size_ = bytes;
+      scratch_bytes() += size_;
     }
     return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory_.get()) + 63) & ~uintptr_t(63));
   }
   void tidy() {
-    if (size_ > KEPT) {
-      memory_.reset();
-      size_ = 0;
-    }
+    if (size_ > KEPT) release();
   }
 
  private:
+  void release() {
+    memory_.reset();
+    scratch_bytes() -= std::exchange(size_, 0);
+  }
+
   std::unique_ptr<char[]> memory_;
   int64_t size_ = 0;
 };

@@ -13,6 +13,7 @@ TORCH_LIBRARY(amp_cpu, library) {
   library.def("conversions() -> (int, int)", [] {
     return std::tuple<int64_t, int64_t>(amp::conversions().number, amp::conversions().bytes);
   });
+  library.def("scratch_bytes() -> int", [] { return amp::scratch_bytes().load(); });
   library.def(
       "lstm_forward(Tensor(a!) gates, Tensor state, Tensor cell, Tensor right, Tensor(b!) out, Tensor(c!) cells, bool reverse)"
       " -> ()",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
 from torch import nn
 
 from amp_compiler import Policy, amp_compile, count_casts
-from amp_compiler.kernels import cpu
+from amp_compiler.kernels import cast_matmul, cpu
 from amp_compiler.profile import count_ops
 from helpers import BF16, F16, LOW
 from networks import NETWORKS
@@ -108,3 +109,26 @@ def test_the_report_says_which_kernels_run_and_why() -> None:
     assert any("rounds an operand as it reads it" in k.reason for k in report.kernels)
     assert "kernel: 1 × amp::wide_convolution: computed in float32" in str(report)
     assert '"op": "amp::cast_matmul"' in report.to_json()
+
+
+def test_scratch_memory_is_bounded_told_and_given_back() -> None:
+    """Operands while they are fp32 lie in memory that is kept for the next call, but not what is large."""
+    fast, x = amp_compile(nn.Conv2d(8, 8, 3, padding=1), dtype=F16), torch.randn(1, 8, 64, 64)
+
+    def in_a_thread() -> None:
+        for size in (64, 32, 64):
+            fast(x[..., :size])
+        during.append(fast.report())
+
+    fast(x)
+    before, during = fast.report().scratch_bytes, []
+    thread = threading.Thread(target=in_a_thread)
+    thread.start()
+    thread.join()
+    (told,) = during
+    assert before > 0
+    assert before <= told.scratch_bytes <= before + 4 * x.numel() * x.element_size(), "once for each thread and use"
+    assert f"kernels keep in this process, for all models: {told.scratch_bytes / 2**20:.1f} MiB" in str(told)
+    assert fast.report().scratch_bytes == before
+    fast(torch.randn(1, 8, 1600, 1600))  # 82 MB, more than what is kept
+    assert fast.report().scratch_bytes <= before + cast_matmul.KEPT

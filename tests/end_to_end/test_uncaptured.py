@@ -587,15 +587,38 @@ def test_after_another_compilation_has_skipped_the_same_code() -> None:
     assert precisions(fast) == {"model.layers.0": "bfloat16", "model.layers.1": "bfloat16"}
 
 
-def test_more_shapes_than_the_limit_stay_low(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo gives a frame up that was compiled for many signatures."""
+def test_more_shapes_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo gives a frame up that was compiled for many signatures: then one graph serves all sizes."""
+    monkeypatch.setattr("amp_compiler.capture.dynamo.RECOMPILE_LIMIT", 2)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 8))
+    fast = amp_compile(model, dtype=BF16, dynamic=False)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", AmpWarning)
+        for rows in range(2, 7):
+            for _ in range(2):
+                assert is_rounded(fast(torch.randn(rows, 8)))
+        known = len(fast.graphs)
+        for rows in range(7, 20):
+            assert is_rounded(fast(torch.randn(rows, 8)))
+    (said,) = (str(w.message) for w in told if issubclass(w.category, AmpWarning))
+    assert re.search(r"compiled for 2 different shapes.*dynamic=False.*dynamic=True", said)
+    assert len(fast.graphs) == known, "one graph serves all other sizes"
+    assert fast.report(inputs=torch.randn(33, 8)).work == {"captured": 1.0, "autocast": 0.0, "float32": 0.0}
+    assert any("which is the limit" in note for note in fast.report().notes)
+
+
+def test_more_values_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Python value that changes at every call: in the end it is plain Python with low products, and it says so."""
     monkeypatch.setattr("amp_compiler.capture.dynamo.RECOMPILE_LIMIT", 2)
     weight = torch.randn(8, 8)
-    fast = amp_compile(lambda x: x @ weight, dtype=BF16, dynamic=False)
-    for rows in range(2, 8):
-        for _ in range(2):
-            assert is_rounded(fast(torch.randn(rows, 8)))
-    assert len(fast.graphs) == 2
+    fast = amp_compile(lambda x, mode: (x @ weight) * len(mode), dtype=BF16)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", AmpWarning)
+        for number in range(8):
+            assert is_rounded(fast(torch.randn(4, 8), "a" * 2**number))
+    _, said = (str(w.message) for w in told if issubclass(w.category, AmpWarning))
+    assert re.search(r"also with dynamic sizes.*plain Python.*TORCH_LOGS=recompiles", said)
+    assert len(fast.graphs) == 4
 
 
 # ----------------------------------------------------------------------------------------------------- training
