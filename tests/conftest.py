@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +18,11 @@ os.environ["AMP_VERIFY"] = (
 os.environ.setdefault("AMP_CPU_KERNELS", "native")  # tests of kernels set "wide", whatever CPU they run on
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # its pool of processes would import torch again, twice
 torch.set_num_threads(1)
+if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
+    # torch 2.13: the key of Inductor's cache does not hold it, and code for one width of vectors runs with another
+    os.environ.setdefault(
+        "TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}_{capability}")
+    )
 
 settings.register_profile(
     "ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
