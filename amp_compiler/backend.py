@@ -228,7 +228,8 @@ class Captured:
             self.state.warned.add("autocast")
             warnings.warn(
                 "An amp_compile'd module was called inside torch.autocast: its own policy wins, autocast is off "
-                "inside it. Take the module out of the region, or set compiled.enabled = False there.",
+                "inside it. Take the module out of the region (in a trainer: mixed_precision='no', bf16=False or "
+                "precision=32), or set compiled.enabled = False there.",
                 AmpWarning,
                 stacklevel=users_frame(),
             )

@@ -13,6 +13,9 @@ from typing import Any
 
 from torch import nn
 
+#: methods by which Lightning enters a model
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
 
 def stand_in(model: nn.Module, compiled: Callable[..., Any]) -> nn.Module:
     """An object that is ``model`` in all but its calls, which go to ``compiled``."""
@@ -39,12 +42,18 @@ def stand_in(model: nn.Module, compiled: Callable[..., Any]) -> nn.Module:
 
 def calling(method: Any, other: nn.Module, compiled: Any) -> Callable[..., Any]:
     """A bound method with ``other``, a stand-in, in the place of its object; one that returns its object returns
-    ``compiled``."""
+    ``compiled``. A step that bypasses the compiled forward is told of, once."""
     function = method.__func__
 
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
         result = function(other, *args, **kwargs)
+        if function.__name__ in STEPS and compiled.enabled and not compiled.graphs:
+            compiled._state.leave(
+                f"{function.__name__} ran and did not call the model itself, as self(batch) does, so nothing was "
+                "compiled: parts that it calls, as self.net(batch) does, run in the precision they have. Compile the "
+                "part: model.net = amp_compile(model.net)"
+            )
         return compiled if result is other else result
 
     return run

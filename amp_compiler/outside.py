@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,6 +86,8 @@ class _LowProducts(TorchFunctionMode):
         if low is None:
             result = func(*args, **kwargs)
             self.outside.note_wide(func, (args, kwargs), result)
+            if self.outside.is_in_place_product(func, result):
+                self.outside.stays_wide(func, "it writes in place")
             return result
         floats = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()]
         if not floats or any(t.dtype is not torch.float32 for t in floats):
@@ -101,7 +104,8 @@ class _LowProducts(TorchFunctionMode):
                 self.outside.stays_wide(func)
                 return result
         result = func(*args, **kwargs)
-        self.outside.stays_wide(func)
+        again = "torch.utils.checkpoint computes it again in the backward, outside of this call"
+        self.outside.stays_wide(func, again if frames.watches_saved_tensors() else "")
         return result
 
 
@@ -216,6 +220,13 @@ class Uncaptured:
         with _inside(self._region()):
             return call()
 
+    def raises(self, code: CodeType) -> None:
+        place = f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
+        self.state.leave(
+            f"an op raises an exception while it is traced, in {place} or in what that calls, so that this code runs "
+            "as plain Python, with its products under torch.autocast. A check before the op keeps it in a graph"
+        )
+
     def captured(self, call: Callable[[], Any]) -> Any:
         if isinstance(_HERE.region, _Autocast) and self._users_autocast():
             return call()  # autocast is as the model's own code has set it
@@ -326,7 +337,14 @@ class Uncaptured:
             self._wide_makers[function] = known
         return known
 
-    def stays_wide(self, function: Any) -> None:
+    def is_in_place_product(self, function: Any, result: Any) -> bool:
+        """True for ``addmm_`` in fp32, which autocast leaves alone."""
+        name = str(getattr(function, "__name__", ""))
+        if not name.endswith("_") or name.endswith("__") or name.removesuffix("_") not in PRODUCTS:
+            return False
+        return isinstance(result, Tensor) and result.dtype is torch.float32 and self._low_here() is not None
+
+    def stays_wide(self, function: Any, why: str = "") -> None:
         """A product of plain code ran in fp32: say so, once for each place."""
         frame: Any = sys._getframe(1)
         inside = ("amp_compiler", "torch.", "contextlib", "functools")
@@ -337,9 +355,9 @@ class Uncaptured:
             self._told.add(place)
             line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
             self.state.leave(
-                f"{function.__name__} runs in float32, because it is in code that is not captured and torch.autocast "
-                f"does not make it low: in {self._around.path or 'the model'}, {frame.f_code.co_filename}:"
-                f"{frame.f_lineno} in {frame.f_code.co_name}: {line}"
+                f"{function.__name__} runs in float32, because it is in code that is not captured and "
+                f"{why or 'torch.autocast does not make it low'}: in {self._around.path or 'the model'}, "
+                f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}: {line}"
             )
 
     # ---------------------------------------------------------------------------------------- modules

@@ -6,7 +6,7 @@ For each node, the first rule that applies:
 1. a cast that the author wrote: an explicit dtype is honoured as it stands; one that followed another tensor's
    (``x.to(y.dtype)``, see ``mark_dtype_origin``) follows the precision assigned here
 2. nothing floating-point in it, or it creates a tensor: kept; one created in the dtype of another is low at O2, O3
-3. fp64 or complex among its inputs, or a sparse one: kept with the dtypes it was traced with
+3. fp64 or complex among its inputs, a sparse one, or a complex result: kept with the dtypes it was traced with
 4. it writes to an argument: runs in that argument's dtype (a cast copy would lose the write)
 5. a region, ``set_precision`` or module rule says a dtype: that dtype
 6. everything in it is low already: kept
@@ -392,6 +392,9 @@ class _Assign:
             ):
                 what = "sparse" if value.layout is not torch.strided else dtype_name(value.dtype)
                 return decisions.as_traced(node, f"has a {what} input: such tensors are never changed", "untouched")
+        if any(isinstance(t, torch.Tensor) and t.dtype.is_complex for t in pytree.tree_leaves(node.meta.get("val"))):
+            # fp16 and a complex number make complex32, and bf16 complex64 or, since torch 2.15, bcomplex32
+            return decisions.as_traced(node, "gives a complex result, which has no low-precision form", "untouched")
         if choice.cls is OpClass.KEEP:
             if name in LIKE_FILLS and self.fits_into(node, self.policy.low) and not decisions.names_dtype(node):
                 return decisions.as_it_comes(node, "makes a tensor like another, in its dtype", "creation", choice)

@@ -35,6 +35,7 @@ _MODULE_CALL = nn.Module._wrapped_call_impl.__code__
 #: the two files whose functions run while the callback is in force
 _PACKAGE = str(Path(__file__).parent.parent)
 _OWN_FILES = (__file__, os.path.join(_PACKAGE, "outside.py"))
+_TRIES = 3  # calls in which code may fail while it is traced before it is left as plain Python
 _GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
@@ -54,6 +55,10 @@ class Outside(Protocol):
 
     def captured(self, call: Callable[[], Any]) -> Any:
         """Run code that Dynamo is going to look at."""
+        ...
+
+    def raises(self, code: types.CodeType) -> None:
+        """Code that fails each time it is traced runs as plain Python from now on."""
         ...
 
     def module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[[], Any]) -> Any:
@@ -192,6 +197,7 @@ class _Callback:
         self._torchdynamo_orig_backend = dynamo  # Dynamo keeps caches by the innermost backend
         self._handle = handle
         self._outside = weakref.ref(outside)  # trampolines stay in Dynamo's caches when the model is gone
+        self._raised: dict[types.CodeType, int] = {}  # how often in a row code has failed while it was traced
 
     def __call__(self, frame: Any, entry: Any, state: Any) -> Any:
         from torch._dynamo.convert_frame import compile_lock
@@ -201,6 +207,7 @@ class _Callback:
 
     def _look_at(self, frame: Any, entry: Any, state: Any) -> Any:
         from torch._dynamo.convert_frame import has_tensor_in_frame
+        from torch._dynamo.exc import TorchRuntimeError
         from torch._dynamo.types import ConvertFrameReturn
         from torch._dynamo.utils import counters
 
@@ -219,7 +226,17 @@ class _Callback:
             if not has_tensor_in_frame(frame):
                 return ConvertFrameReturn()  # as Dynamo does: a logger's methods are many
             return _guarded(_trampoline(code, _runner(code, frame.f_globals, self._outside, "captured")))
-        result = self._torchdynamo_orig_backend(frame, entry, state)
+        try:
+            result = self._torchdynamo_orig_backend(frame, entry, state)
+        except TorchRuntimeError:
+            # An op that fails on fakes fails on tensors too; the code may handle it, and if not, torch's own words are
+            # better than Dynamo's. Nothing of the frame has run. Wrong inputs may be right the next time.
+            self._raised[code] = self._raised.get(code, 0) + 1
+            if self._raised[code] < _TRIES or not _can_be_called(code):
+                return ConvertFrameReturn(apply_to_code=False)
+            outside.raises(code)
+            return _guarded(_trampoline(code, _runner(code, frame.f_globals, self._outside, "plain")))
+        self._raised.pop(code, None)
         outside.over_limit |= result.frame_exec_strategy.cur_action == _ACTION.RUN_ONLY
         if not outside.watches_disabled and any("torch.compiler.disable" in why for why in counters["graph_break"]):
             outside.watches_disabled = True  # not before: every graph is behind such a call

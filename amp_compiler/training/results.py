@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple
@@ -65,7 +66,7 @@ def split(answer: Any, *, from_model: bool) -> tuple[Any, Any]:
     """
     if isinstance(answer, torch.Tensor):
         return answer, None
-    if from_model and hasattr(answer, "__dataclass_fields__"):
+    if from_model and type(answer) not in (dict, OrderedDict, tuple, list) and hasattr(answer, "__dataclass_fields__"):
         return getattr(answer, "loss", answer), None
     names = _names(answer)
     if names is not None:

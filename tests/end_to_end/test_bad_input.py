@@ -173,6 +173,14 @@ def test_complex_numbers_are_never_touched(level):
     assert torch.equal(ours.grad, theirs.grad)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_complex_number_makes_the_same_dtype(dtype):
+    fast = amp_compile(lambda x: ((x @ x) + 1j, (x @ x) * 2), dtype=dtype, keep_output_dtypes=False)
+    with_number, low = fast(torch.randn(4, 4))
+    assert with_number.dtype is torch.complex64
+    assert low.dtype is dtype
+
+
 @pytest.mark.parametrize("level", ["O1", "O3"])
 def test_a_double_model_stays_double(level):
     model = nn.Sequential(linear(), nn.GELU(), nn.LayerNorm(4)).double()
@@ -510,9 +518,12 @@ def test_an_exception_in_forward_is_the_users_own(error):
 
 def test_a_wrong_shape_is_torchs_own_error():
     fast = compiled(linear())
-    with pytest.raises(RuntimeError):
-        fast(torch.randn(3, 5))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"mat1 and mat2 shapes cannot be multiplied \(3x5 and 4x4\)$"):
+            fast(torch.randn(3, 5))
     assert close(fast(floats()), fast.original(floats()))
+    assert fast.report().by_precision["bfloat16"] == 1
+    assert len(fast.graphs) == 1
     with pytest.raises(TypeError):
         fast()
 

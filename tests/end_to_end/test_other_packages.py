@@ -210,3 +210,24 @@ def test_lightning(tmp_path: Path) -> None:
     assert torch.equal(Lit.load_from_checkpoint(tmp_path / "last.ckpt").net.weight, model.net.weight)
     rows = torch.cat(run.predict(fast, data))
     assert torch.equal(rows, compiled(model)(batch()))
+
+
+def test_a_step_that_does_not_call_the_model_is_told_of() -> None:
+    class Steps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)
+
+        def training_step(self, rows: Tensor, index: int) -> Tensor:
+            return self.net(rows).mean()
+
+    fast = amp_compile(Steps())
+    with pytest.warns(AmpWarning, match=r"training_step ran and did not call the model itself.*amp_compile\("):
+        fast.training_step(batch(), 0)
+    with warnings.catch_warnings(action="error"):
+        fast.training_step(batch(), 1)
+    fast.enabled = False
+    assert not fast.training_step(batch(), 2).isnan()

@@ -621,6 +621,58 @@ def test_more_values_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(fast.graphs) == 4
 
 
+class Tries(nn.Module):
+    """Goes on after an op that fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.weight = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            y = x + torch.ones(5)
+        except RuntimeError:
+            y = x
+        return self.layer(y) @ self.weight
+
+
+def test_an_exception_that_the_models_code_handles() -> None:
+    torch.manual_seed(0)
+    model, x = Tries(), torch.randn(4, 8)
+    fast = amp_compile(model, dtype=BF16)
+    with warnings.catch_warnings(action="ignore", category=AmpWarning):
+        for _ in range(5):
+            torch.testing.assert_close(fast(x), model(x), rtol=0.02, atol=0.05)
+        report = fast.report(inputs=x)
+    assert report.work is not None
+    assert report.work["float32"] == 0
+    assert any("raises an exception while it is traced" in note for note in report.notes)
+
+
+def test_a_product_in_place_in_uncaptured_code_is_told() -> None:
+    def code(x: Tensor) -> Tensor:
+        for _ in range(1):
+            LOG.info("not captured")
+            out = torch.zeros(4, 4).addmm_(x, x)
+        return out
+
+    with pytest.warns(AmpWarning, match=r"addmm_ runs in float32.*in place.*out = torch\.zeros"):
+        amp_compile(code, dtype=BF16)(torch.randn(4, 4))
+
+
+def test_a_checkpoint_in_uncaptured_code_says_why_it_is_fp32() -> None:
+    layer = nn.Linear(4, 4)
+
+    def code(x: Tensor) -> Tensor:
+        for _ in range(1):
+            LOG.info("not captured")
+            x = checkpoint(lambda x: F.linear(x, layer.weight), x, use_reentrant=False)
+        return x
+
+    with pytest.warns(AmpWarning, match=r"linear runs in float32.*torch\.utils\.checkpoint computes it again"):
+        amp_compile(code, dtype=BF16)(torch.randn(4, 4, requires_grad=True))
+
+
 # ----------------------------------------------------------------------------------------------------- training
 
 
