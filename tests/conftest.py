@@ -63,6 +63,12 @@ def no_guard_latency() -> None:
 
 
 @pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """Whichever tests ran before in this process."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def reset_dynamo() -> Iterator[None]:
     """Forget compiled frames after a test that compiled some; other tests do not even import Dynamo."""
     yield
