@@ -392,7 +392,8 @@ class _Assign:
             ):
                 what = "sparse" if value.layout is not torch.strided else dtype_name(value.dtype)
                 return decisions.as_traced(node, f"has a {what} input: such tensors are never changed", "untouched")
-        if any(isinstance(t, torch.Tensor) and t.dtype.is_complex for t in pytree.tree_leaves(node.meta.get("val"))):
+        results = pytree.tree_leaves(node.meta.get("val")) if choice.cls not in (OpClass.FP32, OpClass.KEEP) else ()
+        if any(isinstance(t, torch.Tensor) and t.dtype.is_complex for t in results):
             # fp16 and a complex number make complex32, and bf16 complex64 or, since torch 2.15, bcomplex32
             return decisions.as_traced(node, "gives a complex result, which has no low-precision form", "untouched")
         if choice.cls is OpClass.KEEP:

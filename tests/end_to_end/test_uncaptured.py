@@ -646,7 +646,8 @@ def test_an_exception_that_the_models_code_handles() -> None:
         report = fast.report(inputs=x)
     assert report.work is not None
     assert report.work["float32"] == 0
-    assert any("raises an exception while it is traced" in note for note in report.notes)
+    if report.work["captured"] < 1:  # torch 2.13; since 2.14 Dynamo captures such code
+        assert any("raises an exception while it is traced" in note for note in report.notes)
 
 
 def test_a_product_in_place_in_uncaptured_code_is_told() -> None:
