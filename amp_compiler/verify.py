@@ -193,7 +193,8 @@ def _folded(gm: fx.GraphModule, ctx: Any, where: str) -> None:
             _fail(where, node, f"repeats the cast '{twin.name}'.")
         if g.is_cast(source) and source not in frozen:
             origin = g.tensor_of(g.cast_source(source))
-            movable = g.cast_source(source) not in frozen
+            # a cast to a complex dtype, which an fft makes of a real input, reads the dtype that it was traced with
+            movable = g.cast_source(source) not in frozen and not g.cast_dtype(node).is_complex
             if movable and origin is not None and g.lossless(origin.dtype, g.cast_dtype(source)):
                 _fail(where, node, f"casts '{source.name}', which is itself a lossless cast.")
 

@@ -228,10 +228,12 @@ class _Callback:
             return _guarded(_trampoline(code, _runner(code, frame.f_globals, self._outside, "captured")))
         try:
             result = self._torchdynamo_orig_backend(frame, entry, state)
-        except TorchRuntimeError:
+        except TorchRuntimeError as error:
             # An op that fails on fakes fails on tensors too; the code may handle it, and if not, torch's own words are
             # better than Dynamo's. Nothing of the frame has run. Wrong inputs may be right the next time.
             self._raised[code] = self._raised.get(code, 0) + 1
+            if "dtype" in str(error) or "scalar type" in str(error):  # autocast would have cast: no passing fault
+                self._raised[code] = _TRIES
             if self._raised[code] < _TRIES or not _can_be_called(code):
                 return ConvertFrameReturn(apply_to_code=False)
             outside.raises(code)
