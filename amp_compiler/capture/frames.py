@@ -218,8 +218,11 @@ class _Callback:
         self._handle.compiles(code)
         if code is _MODULE_CALL:
             return _guarded(_trampoline(code, _module_runner(self._outside)))
-        if code is _disabled_call() and outside.watches_disabled:
-            return _guarded(_trampoline(code, _disabled_runner(code, frame.f_globals, self._outside)))
+        if code is _disabled_call():
+            if outside.watches_disabled:
+                return _guarded(_trampoline(code, _disabled_runner(code, frame.f_globals, self._outside)))
+            eval_frame.set_code_exec_strategy(code, _SKIP)  # a strategy that is returned could not be taken back
+            return ConvertFrameReturn(apply_to_code=False)
         library = is_library(code)
         users = not library or code is _compiled_call()
         if outside.is_plain() and users and _can_be_called(code):

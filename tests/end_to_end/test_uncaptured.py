@@ -650,6 +650,29 @@ def test_an_exception_that_the_models_code_handles() -> None:
         assert any("raises an exception while it is traced" in note for note in report.notes)
 
 
+@torch.compiler.disable
+def foreign(x: Tensor) -> Tensor:
+    return x @ x
+
+
+def test_a_disabled_function_after_a_graph_has_run() -> None:
+    """Graphs go through the same wrapper as disabled functions, which Dynamo was told to skip by then."""
+
+    def skipped(x: Tensor) -> Tensor:
+        for _ in range(1):
+            LOG.warning("not captured")
+            x = captured(x)
+        return x
+
+    def captured(x: Tensor) -> Tensor:
+        return (x @ x).relu()
+
+    policy = Policy.torch("cpu", BF16)
+    fast = amp_compile(lambda x: (skipped(x), foreign(x)), policy=policy, keep_output_dtypes=False)
+    for _ in range(2):
+        assert [t.dtype for t in fast(torch.randn(4, 4))] == [BF16, BF16]
+
+
 def test_a_product_in_place_in_uncaptured_code_is_told() -> None:
     def code(x: Tensor) -> Tensor:
         for _ in range(1):
