@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 
 import pytest
 import torch
@@ -129,6 +130,10 @@ def test_scratch_memory_is_bounded_told_and_given_back() -> None:
     assert before > 0
     assert before <= told.scratch_bytes <= before + 4 * x.numel() * x.element_size(), "once for each thread and use"
     assert f"kernels keep in this process, for all models: {told.scratch_bytes / 2**20:.1f} MiB" in str(told)
+    for _ in range(500):  # the thread's memory goes when the system ends it, which may be later than join() returns
+        if fast.report().scratch_bytes == before:
+            break
+        time.sleep(0.01)
     assert fast.report().scratch_bytes == before
     fast(torch.randn(1, 8, 1600, 1600))  # 82 MB, more than what is kept
     assert fast.report().scratch_bytes <= before + cast_matmul.KEPT
