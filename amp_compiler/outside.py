@@ -190,6 +190,7 @@ class Uncaptured:
         self.watches_disabled = self.over_limit = False
         self._dynamic = options.dynamic
         self._wholly = self.policy.autocast_device if not options.keep_output_dtypes else None
+        self.under_autocast = self._wholly is not None
 
     def call(self) -> AbstractContextManager[None]:
         """Around each call of the compiled model."""

@@ -43,6 +43,7 @@ class Outside(Protocol):
     """What to do with code that is not captured."""
 
     watches_disabled: bool  # a function under torch.compiler.disable was met
+    under_autocast: bool  # plain code runs under torch.autocast as a whole
     over_limit: bool  # Dynamo has compiled some code so often that it does not compile it again
 
     def is_plain(self) -> bool:
@@ -235,8 +236,8 @@ class _Callback:
             # An op that fails on fakes fails on tensors too; the code may handle it, and if not, torch's own words are
             # better than Dynamo's. Nothing of the frame has run. Wrong inputs may be right the next time.
             self._raised[code] = self._raised.get(code, 0) + 1
-            if "dtype" in str(error) or "scalar type" in str(error):  # autocast would have cast: no passing fault
-                self._raised[code] = _TRIES
+            if outside.under_autocast and ("dtype" in str(error) or "scalar type" in str(error)):
+                self._raised[code] = _TRIES  # what autocast would have cast: as plain code it does
             if self._raised[code] < _TRIES or not _can_be_called(code):
                 return ConvertFrameReturn(apply_to_code=False)
             outside.raises(code)

@@ -528,6 +528,14 @@ def test_a_wrong_shape_is_torchs_own_error():
         fast()
 
 
+def test_a_wrong_dtype_once_does_not_stop_the_capture():
+    fast = compiled(linear())
+    with pytest.raises(RuntimeError, match="dtype"):
+        fast(floats().double())
+    assert close(fast(floats()), fast.original(floats()))
+    assert fast.report().by_precision["bfloat16"] == 1
+
+
 # ------------------------------------------------------------------------------- code that is no graph
 
 
