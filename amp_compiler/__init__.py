@@ -12,28 +12,28 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .compat import check_release
+from .common.compat import check_release
 
 if TYPE_CHECKING:
+    from .common.errors import AmpError as AmpError
+    from .common.errors import AmpWarning as AmpWarning
+    from .common.errors import ArchiveError as ArchiveError
+    from .common.errors import CheckpointError as CheckpointError
+    from .common.errors import ScalerError as ScalerError
     from .compile import AmpModule as AmpModule
     from .compile import amp_compile as amp_compile
     from .conversion.archive import load_converted as load_converted
     from .conversion.convert import convert_model as convert_model
     from .conversion.converted import ConvertedModel as ConvertedModel
-    from .errors import AmpError as AmpError
-    from .errors import AmpWarning as AmpWarning
-    from .errors import ArchiveError as ArchiveError
-    from .errors import CheckpointError as CheckpointError
-    from .errors import ScalerError as ScalerError
+    from .inspect.profile import count_casts as count_casts
+    from .inspect.report import Report as Report
     from .policy import Policy as Policy
-    from .profile import count_casts as count_casts
-    from .report import Report as Report
-    from .scalers import DynamicLossScaler as DynamicLossScaler
-    from .scalers import StaticLossScaler as StaticLossScaler
-    from .scalers import all_finite as all_finite
-    from .scopes import precision as precision
-    from .scopes import set_precision as set_precision
+    from .policy.scopes import precision as precision
+    from .policy.scopes import set_precision as set_precision
     from .training.results import StepResult as StepResult
+    from .training.scalers import DynamicLossScaler as DynamicLossScaler
+    from .training.scalers import StaticLossScaler as StaticLossScaler
+    from .training.scalers import all_finite as all_finite
     from .training.step import TrainStep as TrainStep
     from .training.step import compile_train_step as compile_train_step
 
@@ -43,27 +43,27 @@ check_release()
 
 #: public name -> module that holds it; loaded at first use, so that importing the package stays light
 _PUBLIC = {
-    "AmpError": "errors",
+    "AmpError": "common.errors",
     "AmpModule": "compile",
-    "AmpWarning": "errors",
-    "ArchiveError": "errors",
-    "CheckpointError": "errors",
+    "AmpWarning": "common.errors",
+    "ArchiveError": "common.errors",
+    "CheckpointError": "common.errors",
     "ConvertedModel": "conversion.converted",
-    "DynamicLossScaler": "scalers",
+    "DynamicLossScaler": "training.scalers",
     "Policy": "policy",
-    "Report": "report",
-    "ScalerError": "errors",
-    "StaticLossScaler": "scalers",
+    "Report": "inspect.report",
+    "ScalerError": "common.errors",
+    "StaticLossScaler": "training.scalers",
     "StepResult": "training.results",
     "TrainStep": "training.step",
-    "all_finite": "scalers",
+    "all_finite": "training.scalers",
     "amp_compile": "compile",
     "compile_train_step": "training.step",
     "convert_model": "conversion.convert",
-    "count_casts": "profile",
+    "count_casts": "inspect.profile",
     "load_converted": "conversion.archive",
-    "precision": "scopes",
-    "set_precision": "scopes",
+    "precision": "policy.scopes",
+    "set_precision": "policy.scopes",
 }
 __all__ = [*_PUBLIC, "__version__"]
 

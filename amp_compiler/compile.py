@@ -16,18 +16,18 @@ from typing import Any, overload
 import torch
 from torch import fx, nn
 
-from . import pipeline
-from .arguments import call_arguments, check_request
-from .backend import Captured, Options, State, users_frame
 from .capture import dynamo
 from .capture.frames import is_optimized
-from .errors import AmpWarning, ArgumentError
-from .methods import calling, stand_in
-from .nesting import mark_of, policy_region
-from .ops.names import OpLike
+from .common.errors import AmpWarning, ArgumentError
+from .inspect.report import Report
+from .ir.nesting import mark_of, policy_region
 from .policy import Policy, dtype_name
-from .report import Report
-from .scopes import is_inside_call
+from .policy.ops.names import OpLike
+from .policy.scopes import is_inside_call
+from .rewrite.pipeline import Record
+from .runtime.arguments import call_arguments, check_request
+from .runtime.backend import Captured, Options, State, users_frame
+from .runtime.methods import calling, stand_in
 
 #: names that belong to nn.Module itself: the machinery of calls, hooks and state_dict()
 _MACHINERY = frozenset({*dir(nn.Module), *nn.Module().__dict__})
@@ -137,7 +137,7 @@ class AmpModule(nn.Module):
         return [piece.graph for piece in self._state.pieces]
 
     @property
-    def history(self) -> list[pipeline.Record]:
+    def history(self) -> list[Record]:
         """Every stage of every graph: name, seconds, modified, text."""
         return list(self._state.history)
 

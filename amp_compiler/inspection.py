@@ -20,21 +20,21 @@ from unittest import mock
 import torch
 from torch import fx, nn
 
-from . import pipeline
 from .capture.autodiff import compile_graph
 from .capture.export import Exported, capture_export, capture_program
+from .common.errors import ArgumentError, CaptureError
+from .common.logs import log
 from .compile import amp_compile
 from .conversion.converted import ConvertedModel
-from .errors import ArgumentError, CaptureError
-from .logs import log
-from .passes.base import Context
-from .pipeline import Record
+from .inspect.render.pieces import merge_pieces
+from .inspect.report import Report, Row, build_report, cast_totals, casts_by_module, graph_rows
+from .ir.view import GraphView, NodeView
+from .passes import order
 from .policy import Policy
-from .render.pieces import merge_pieces
-from .report import Report, Row, build_report, cast_totals, casts_by_module, graph_rows
-from .scopes import marked_modules, modules_of
-from .verify import DEEP
-from .view import GraphView, NodeView
+from .policy.scopes import marked_modules, modules_of
+from .rewrite.base import Context
+from .rewrite.pipeline import Record, record
+from .rewrite.verify import DEEP
 
 GRAPHS = ("forward", "inference", "joint")
 CAPTURES = ("auto", "export", "dynamo")
@@ -151,13 +151,13 @@ def inspect_converted(
     gm = capture_program(converted.exported_program).graph
     stored = converted.report()
     rows = {row.node: row for row in stored.rows}
-    first = pipeline.record(STORED, 0.0, True, gm, "forward", [])
+    first = record(STORED, 0.0, True, gm, "forward", [])
     nodes = tuple(_with_row(node, rows.get(node.name)) for node in first.view.nodes)
     stages = [dataclasses.replace(first, view=GraphView(nodes, first.view.classes))]
     totals = cast_totals(gm)
     if graph == "inference":
         ctx = Context(converted.policy, True)
-        totals = _differentiate(gm, graph, pipeline.build(converted.details.disable_passes), ctx, stages, progress)
+        totals = _differentiate(gm, graph, order.build(converted.details.disable_passes), ctx, stages, progress)
     report = dataclasses.replace(
         stored, casts=totals[0], cast_bytes=totals[1], casts_by_module=casts_by_module(stages), stages=tuple(stages)
     )
@@ -189,8 +189,8 @@ def _of_export(
         notes.append(f"the code could not be traced in the low dtype: {captured.twin_failed}")
     gm = captured.graph
     ctx = Context(policy, True, marked, captured.twin)
-    steps = pipeline.build(disable)
-    stages = [pipeline.record("capture", seconds, True, gm, "forward", [])]
+    steps = order.build(disable)
+    stages = [record("capture", seconds, True, gm, "forward", [])]
     with _deep():
         progress("forward passes")
         steps.forward.run(gm, ctx, stages, graph="forward")
@@ -206,7 +206,7 @@ def _of_export(
 
 
 def _differentiate(
-    gm: fx.GraphModule, graph: str, steps: pipeline.Pipelines, ctx: Context, stages: list[Record], progress: Progress
+    gm: fx.GraphModule, graph: str, steps: order.Pipelines, ctx: Context, stages: list[Record], progress: Progress
 ) -> tuple[int, int]:
     inputs = [n.meta.get("val") for n in gm.graph.nodes if n.op == "placeholder"]
     if graph == "joint" and not any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
@@ -218,7 +218,7 @@ def _differentiate(
         if kind != graph:
             raise CaptureError("no output of the model depends on a parameter, so there is no backward")
         stages.append(
-            pipeline.record(AUTODIFF, time.perf_counter() - start, True, functional, graph, stages)
+            record(AUTODIFF, time.perf_counter() - start, True, functional, graph, stages)
         )
         progress(f"passes on the {graph} graph")
         (steps.joint if graph == "joint" else steps.inference).run(functional, ctx, stages, graph=graph)

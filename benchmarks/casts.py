@@ -1,9 +1,9 @@
 """Casts that run in a forward and a backward: ours against `torch.autocast`, number and bytes written.
 
-On every small network of the tests and a BERT-like encoder. Counted at run time by `amp_compiler.profile`, whichever op
-casts. The same loss in fp32 stands behind every variant; what it casts is in all counts. Ratios are ours / autocast:
-below 1 we cast less. "CUDA's lists" is what autocast itself would cast on a GPU. Conversions inside kernels of ours are
-no casts: they are in the files as `inside`.
+On every small network of the tests and a BERT-like encoder. Counted at run time by `amp_compiler.inspect.profile`,
+whichever op casts. The same loss in fp32 stands behind every variant; what it casts is in all counts. Ratios are ours
+/ autocast: below 1 we cast less. "CUDA's lists" is what autocast itself would cast on a GPU. Conversions inside
+kernels of ours are no casts: they are in the files as `inside`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ All variants of a subject run in turns, in one process; `variants.py` says what 
 
 / fp32     the time divided by plain fp32's, round by round: below 1 is faster
 / peer     divided by autocast's; for what Inductor runs by autocast's with torch.compile
-ops        dispatched, as `amp_compiler.profile.count_ops` counts: an op of ours counts once, whatever it calls
+ops        dispatched, as `amp_compiler.inspect.profile.count_ops` counts: an op of ours counts once, whatever it calls
 casts      number and KiB written, as `count_casts` counts them; "inside" are conversions within kernels of ours
 peak       the largest sum of memory during a step, beyond parameters and the optimizer's state, torch's allocator
 saved      what the forward of one micro-batch keeps for its backward: every piece of memory once, without parameters

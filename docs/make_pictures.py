@@ -15,10 +15,10 @@ import torch
 from rich.console import Console
 from transformers import BertConfig, BertModel
 
+from amp_compiler.inspect.render import html, summary, text
+from amp_compiler.inspect.render.select import in_module
 from amp_compiler.inspection import Inspection, inspect_model
 from amp_compiler.policy import Policy
-from amp_compiler.render import html, summary, text
-from amp_compiler.render.select import in_module
 
 DOCS = Path(__file__).resolve().parent
 sys.path.append(str(DOCS.parent / "tests"))

@@ -32,8 +32,9 @@ from typing import IO, Any
 
 import torch
 
+from amp_compiler.common.notice import tell
+
 from . import capability
-from .notice import tell
 
 SOURCES = Path(__file__).with_name("cpp")
 CACHE = "AMP_CACHE_DIR"

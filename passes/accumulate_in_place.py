@@ -15,43 +15,42 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from amp_compiler import graph as g
+from amp_compiler import ir
 from amp_compiler.kernels import all_finite as _defines_all_finite  # noqa: F401
-
-from .base import Context, Dialect, Pass
+from amp_compiler.rewrite.base import Context, Dialect, Pass
 
 aten = torch.ops.aten
 
 
 def run(gm: fx.GraphModule, ctx: Context) -> bool:
-    graph, roles = gm.graph, gm.meta[g.ROLE]
-    found_op = g.unscale_of(gm)
+    graph, roles = gm.graph, gm.meta[ir.ROLE]
+    found_op = ir.unscale_of(gm)
     if found_op is None:
         return False
     op, given, places = found_op
     _, inverse, found = op.args
     assert isinstance(inverse, fx.Node)
-    mode = g.fake_mode(graph)
+    mode = ir.fake_mode(graph)
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
-    primals = {n.meta[g.ROLE].index: n for n in inputs if n.meta[g.ROLE].kind == "primal"}
+    primals = {n.meta[ir.ROLE].index: n for n in inputs if n.meta[ir.ROLE].kind == "primal"}
     next(n for n in graph.nodes if n.op != "placeholder").prepend(inverse)
     sums: list[fx.Node] = []
     for place, gradient in zip(places, given, strict=True):
         primal = primals[roles[place].index]
-        sums.append(g.add_input(graph, f"sum_{primal.name}", g.Role("sum", roles[place].index), primal.meta["val"]))
+        sums.append(ir.add_input(graph, f"sum_{primal.name}", ir.Role("sum", roles[place].index), primal.meta["val"]))
         with graph.inserting_before(op) if gradient.op == "placeholder" else graph.inserting_after(gradient):
             wide = gradient
-            if gradient.meta["val"].dtype in g.LOW_DTYPES:
-                wide = g.call(graph, mode, aten._to_copy.default, (gradient,), {"dtype": torch.float32})
+            if gradient.meta["val"].dtype in ir.LOW_DTYPES:
+                wide = ir.call(graph, mode, aten._to_copy.default, (gradient,), {"dtype": torch.float32})
         with graph.inserting_before(op) if wide.op == "placeholder" else graph.inserting_after(wide):
-            g.call(graph, mode, aten.addcmul_.default, (sums[-1], wide, inverse), {})
+            ir.call(graph, mode, aten.addcmul_.default, (sums[-1], wide, inverse), {})
     with graph.inserting_before(op):
-        finite = g.call(graph, mode, torch.ops.amp.all_finite.default, (sums,), {})
-        found_now = g.call(graph, mode, aten.where.ScalarOther, (finite, found, 1.0), {})
+        finite = ir.call(graph, mode, torch.ops.amp.all_finite.default, (sums,), {})
+        found_now = ir.call(graph, mode, aten.where.ScalarOther, (finite, found, 1.0), {})
     next(user for user in op.users if user.args[1] == 1).replace_all_uses_with(found_now)
     last = next(iter(reversed(graph.nodes)))
     last.args = (tuple(r for i, r in enumerate(last.args[0]) if i not in places),)
-    gm.meta[g.ROLE] = tuple(role for i, role in enumerate(roles) if i not in places)
+    gm.meta[ir.ROLE] = tuple(role for i, role in enumerate(roles) if i not in places)
     graph.eliminate_dead_code()
     gm.recompile()
     return True

@@ -16,7 +16,7 @@ For each node, the first rule that applies:
 10. the policy's class of the op at the level (DESIGN §3), unless a constant does not fit the low dtype;
    a FOLLOW op that answers (a comparison, an argmax, a sort with its indices) takes the widest of its inputs
    at every level, because rounding them could only change the answer; at O2 a FOLLOW op that reads a *wide* value,
-   one that an fp32 op made, is fp32 (``amp_compiler/wide.py``)
+   one that an fp32 op made, is fp32 (``amp_compiler/ir/wide.py``)
 
 A number that is the limit of its dtype (``torch.finfo(x.dtype).min``) becomes the low dtype's own limit where the
 op is low, or where it would else turn into an inf or a 0 further on.
@@ -35,20 +35,19 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from amp_compiler import constants, decisions, memory
-from amp_compiler import graph as g
-from amp_compiler.constants import Held
-from amp_compiler.errors import BannedOpError
-from amp_compiler.graph import Decision, Mode
-from amp_compiler.memory import Memory
-from amp_compiler.nesting import Nested, policies_in, policy_at
-from amp_compiler.ops import torch_lists
-from amp_compiler.ops.row import OpClass
+from amp_compiler import ir
+from amp_compiler.common.errors import BannedOpError
+from amp_compiler.ir import Decision, Mode, constants, decisions, memory
+from amp_compiler.ir.constants import Held
+from amp_compiler.ir.memory import Memory
+from amp_compiler.ir.nesting import Nested, policies_in, policy_at
+from amp_compiler.ir.weights import misfits
+from amp_compiler.ir.wide import WideRule, why_wide, wide_outputs
 from amp_compiler.policy import Choice, dtype_name, precision_dtype
-from amp_compiler.weights import misfits
-from amp_compiler.wide import WideRule, why_wide, wide_outputs
+from amp_compiler.policy.ops import torch_lists
+from amp_compiler.policy.ops.row import OpClass
+from amp_compiler.rewrite.base import Context, Dialect, Pass
 
-from .base import Context, Dialect, Pass
 from .normalize import Region
 
 #: KEEP ops that hand on the values they get
@@ -72,14 +71,14 @@ LOOPS = {"while_loop": 2, "scan": 1}
 
 
 def run(gm: fx.GraphModule, ctx: Context) -> bool:
-    before = {node: g.decision(node) for _, inner in g.all_graphs(gm) for node in inner.graph.nodes}
+    before = {node: ir.decision(node) for _, inner in ir.all_graphs(gm) for node in inner.graph.nodes}
     held = _held_by_weights(gm, ctx)
     first = _Assign(gm, ctx, carried=held)
     first.run()
     kept = first.limits_kept_in_fp32()
     if kept:
         _Assign(gm, ctx, own_limits=kept, carried=held).run()
-    return any(g.decision(node) != old for node, old in before.items())
+    return any(ir.decision(node) != old for node, old in before.items())
 
 
 def _held_by_weights(gm: fx.GraphModule, ctx: Context) -> dict[fx.Node, Held]:
@@ -133,7 +132,7 @@ class _Assign:
                 known = inputs[place] if inputs is not None and place < len(inputs) else None
                 out = (known,) if known is not None else decisions.traced(node)
                 new = Decision(Mode.NATIVE, None, "an input: keeps its dtype", out=out, rule="input")
-                why = self.given_wide.get(node) or node.meta.get(g.WIDE, "")
+                why = self.given_wide.get(node) or node.meta.get(ir.WIDE, "")
                 if why and self.wide.applies and out == (torch.float32,):
                     new = replace(new, wide=(why,))
                 place += 1
@@ -149,7 +148,7 @@ class _Assign:
                 continue
             self.carry(node, new)
             self.note_asked(node, new)
-            g.decide(node, new)
+            ir.decide(node, new)
 
     def note_written(self, node: fx.Node, new: Decision) -> None:
         """Where a wide value is written into another: what shares its memory is wide too. If it is low, it must be
@@ -159,12 +158,13 @@ class _Assign:
         shared = self.memory.shared_with(node)
         if any(new.wide):
             for other in shared:
-                if (known := g.decision(other)) is not None and known.out == new.out and not known.wide:
-                    g.decide(other, replace(known, wide=new.wide))
+                if (known := ir.decision(other)) is not None and known.out == new.out and not known.wide:
+                    ir.decide(other, replace(known, wide=new.wide))
             return
-        why = next((why for n, a in g.tensor_args(node) if n not in g.mutated_args(node) and (why := why_wide(a))), "")
+        read = (a for n, a in ir.tensor_args(node) if n not in ir.mutated_args(node))
+        why = next((why for a in read if (why := why_wide(a))), "")
         maker = shared[0]
-        choice = policy_at(maker, self.ctx.policy).classify(g.op_name(maker))
+        choice = policy_at(maker, self.ctx.policy).classify(ir.op_name(maker))
         if why and maker.op == "call_function" and choice.cls is not OpClass.LOW:
             self.take_wide[maker] = f"{why} is written into its result"
 
@@ -173,19 +173,19 @@ class _Assign:
         found = set(self.ctx.module_precision.values())
         for policy in policies_in(self.gm, self.policy):
             found |= {policy.low, *(precision_dtype(name) for _, name in policy.modules)}
-        regions = (node.meta.get(g.REGION) for node in self.gm.graph.nodes)
+        regions = (node.meta.get(ir.REGION) for node in self.gm.graph.nodes)
         found |= {region.dtype for region in regions if isinstance(region, Region) and region.dtype is not None}
-        return tuple(dtype for dtype in g.LOW_DTYPES if dtype in found)
+        return tuple(dtype for dtype in ir.LOW_DTYPES if dtype in found)
 
     def limits_kept_in_fp32(self) -> frozenset[fx.Node]:
         """Nodes whose number became the low dtype's limit, while all that computes with it turned out to be fp32:
         there the fp32 limit is right (a row that is masked whole has equal weights only with the limit itself)."""
         found = set()
         for node in self.gm.graph.nodes:
-            known = g.decision(node)
+            known = ir.decision(node)
             if known is None or not known.numbers or node in self.own_limits:
                 continue
-            if known.precision in g.LOW_DTYPES and known.rule != "creation" and known.cls is not OpClass.EXACT:
+            if known.precision in ir.LOW_DTYPES and known.rule != "creation" and known.cls is not OpClass.EXACT:
                 continue
             seen, todo = set(), list(node.users)
             while todo:
@@ -199,31 +199,31 @@ class _Assign:
 
     @staticmethod
     def passes_on(node: fx.Node) -> bool:
-        known = g.decision(node)
+        known = ir.decision(node)
         return known is not None and (known.cls is OpClass.EXACT or known.rule in ("author", "follows", "getitem"))
 
     @staticmethod
     def is_fp32(node: fx.Node) -> bool:
-        known = g.decision(node)
+        known = ir.decision(node)
         return known is not None and known.mode is Mode.CAST and known.precision is torch.float32
 
     # ------------------------------------------------------------------------------------ one node
 
     def decide(self, node: fx.Node) -> Decision:
-        name = g.op_name(node)
-        if g.is_getitem(node):
+        name = ir.op_name(node)
+        if ir.is_getitem(node):
             return decisions.selected(node)
-        if g.is_higher_order(node):
+        if ir.is_higher_order(node):
             return self.higher_order(node)
         if name in CASTS:
             return self.author_cast(node)
         if self.memory.is_view(node) and self.policy.autocast_device is None:
             return decisions.as_it_comes(node, "a view of a tensor that is written to: keeps its dtype", "view")
-        floats = [(n, a) for n, a in g.tensor_args(node) if g.is_eligible(g.tensor_of(a))]
+        floats = [(n, a) for n, a in ir.tensor_args(node) if ir.is_eligible(ir.tensor_of(a))]
         if self.policy.level == "O0":
             return decisions.as_it_comes(node, "level O0: untouched", "level")
         if not floats:
-            if any(v is not None and v.dtype.is_floating_point for v in g.tensor_outputs(node)):
+            if any(v is not None and v.dtype.is_floating_point for v in ir.tensor_outputs(node)):
                 return self.creation(node, name)
             return decisions.as_it_comes(node, "no floating-point input", "no_float")
         if self.native:
@@ -233,7 +233,7 @@ class _Assign:
         return self.by_level(node, name, floats)
 
     def author_cast(self, node: fx.Node) -> Decision:
-        out, known = decisions.traced(node), g.origin(node)
+        out, known = decisions.traced(node), ir.origin(node)
         dtype = out[0] if out else None
         shared = self.memory.is_view(node)
         shared |= self.native and self.policy.autocast_device is None  # a body that stays as it is
@@ -248,9 +248,9 @@ class _Assign:
         return Decision(Mode.NATIVE, dtype, reason, out=(dtype,), rule="follows", named=dtype)
 
     def creation(self, node: fx.Node, name: str) -> Decision:
-        known, low = g.origin(node), self.region_low(node)
+        known, low = ir.origin(node), self.region_low(node)
         asked = self.dtype_asked(known.of) if known is not None and known.follows else None
-        if self.policy.autocast_device is not None and asked in g.LOW_DTYPES and name in FILLS:
+        if self.policy.autocast_device is not None and asked in ir.LOW_DTYPES and name in FILLS:
             reason = f"made in the dtype of {known.of}" if known is not None else ""
             return Decision(Mode.NATIVE, asked, reason, out=(asked,), rule="creation", named=asked)
         follows = known is not None and known.follows and name in FILLS and self.counts_as_low(node)
@@ -268,19 +268,19 @@ class _Assign:
     def counts_as_low(self, node: fx.Node) -> bool:
         """At O2 and O3 the model's code sees a low model, unless a region or a module rule says fp32."""
         by_level = self.policy.level in ("O2", "O3") and self.policy.autocast_device is None
-        return by_level and self.region_low(node) in g.LOW_DTYPES
+        return by_level and self.region_low(node) in ir.LOW_DTYPES
 
     def followed(self, node: fx.Node) -> torch.dtype:
         """The dtype that ``x.to(y.dtype)`` stands for: at O2 and O3 the low one, else that of ``y``. Where it is not
         known which tensor was asked, the dtype in which ``x`` left the low path (``x.float()`` … and back)."""
-        source, known = node.args[0], g.origin(node)
+        source, known = node.args[0], ir.origin(node)
         assert isinstance(source, fx.Node)
         assert known is not None
-        value, forced = g.tensor_of(source), self.forced_dtype(node)
+        value, forced = ir.tensor_of(source), self.forced_dtype(node)
         asked = self.dtype_asked(known.of)
         if self.policy.autocast_device is not None and asked is not None:
             return asked
-        if value is None or not (g.is_eligible(value) or value.dtype is torch.bool):
+        if value is None or not (ir.is_eligible(value) or value.dtype is torch.bool):
             return torch.float32  # integers: the low dtype may not hold them
         if forced is not None and forced[3]:
             return forced[0]
@@ -290,38 +290,38 @@ class _Assign:
             return asked
         borders = list(self.low_border(source))
         inner = [n for n in borders if n.op == "call_function"] or borders
-        return decisions.widest([g.dtype_of(n) for n in inner])
+        return decisions.widest([ir.dtype_of(n) for n in inner])
 
     def dtype_asked(self, of: str) -> torch.dtype | None:
         """The precision of the value that the model's code asked for its dtype, if it is known which it was."""
-        return g.dtype_of(self.by_name[of]) if of in self.by_name else None
+        return ir.dtype_of(self.by_name[of]) if of in self.by_name else None
 
     def low_border(self, node: fx.Node) -> Iterator[fx.Node]:
         """The nearest values at or before ``node`` that are low in the twin."""
         seen, todo = set(), [node]
         while todo:
             node = todo.pop()
-            value, known = g.tensor_of(node), g.origin(node)
-            if node in seen or not g.is_eligible(value):
+            value, known = ir.tensor_of(node), ir.origin(node)
+            if node in seen or not ir.is_eligible(value):
                 continue
             seen.add(node)
-            if known is None or known.twin in g.LOW_DTYPES:
+            if known is None or known.twin in ir.LOW_DTYPES:
                 yield node
             else:
-                todo += [n for n in node.all_input_nodes if g.tensor_of(n) is not None]
+                todo += [n for n in node.all_input_nodes if ir.tensor_of(n) is not None]
 
     def note_asked(self, node: fx.Node, known: Decision) -> None:
         """Spread what the author asked for: values cast to fp32 by hand, and all that is computed with them."""
         if self.policy.autocast_device is not None:
             return
-        if node in self.values and known.precision not in g.LOW_DTYPES:
+        if node in self.values and known.precision not in ir.LOW_DTYPES:
             self.neutral.add(node)
         if node.op != "call_function":
             return
         if torch.float32 not in known.out:
             return
-        floats = [a for _, a in g.tensor_args(node) if g.is_eligible(g.tensor_of(a))]
-        if g.is_getitem(node):
+        floats = [a for _, a in ir.tensor_args(node) if ir.is_eligible(ir.tensor_of(a))]
+        if ir.is_getitem(node):
             floats = list(node.all_input_nodes)
         if known.rule == "creation" or not floats:
             self.neutral.add(node)
@@ -349,27 +349,27 @@ class _Assign:
 
     def limits(self, node: fx.Node) -> dict[str, float]:
         """Numbers of an op that are the low dtype's limits instead of fp32's."""
-        known = g.origin(node) if self.policy.autocast_device is None and node not in self.own_limits else None
+        known = ir.origin(node) if self.policy.autocast_device is None and node not in self.own_limits else None
         return self.own_numbers(node, known.numbers) if known is not None else {}
 
     def own_numbers(self, node: fx.Node, numbers: Sequence[tuple[str, float]]) -> dict[str, float]:
         """Limits of the dtype that the twin was traced in, as limits of the one that is low at this node."""
         low = self.region_low(node) if numbers else torch.float32
-        if low not in g.LOW_DTYPES:
+        if low not in ir.LOW_DTYPES:
             return dict(numbers)
         return {name: constants.limit_in(value, self.ctx.policy.low, low) for name, value in numbers}
 
     def with_numbers(self, node: fx.Node, new: Decision) -> Decision:
         """Numbers that followed a dtype follow the op's precision, or the low dtype's range where that matters."""
-        known = g.origin(node)
+        known = ir.origin(node)
         untouched = self.policy.level == "O0" or node in self.own_limits
-        if known is None or not known.numbers or untouched or self.region_low(node) not in g.LOW_DTYPES:
+        if known is None or not known.numbers or untouched or self.region_low(node) not in ir.LOW_DTYPES:
             return new
-        given = dict(g.schema_args(node))
-        low = any(d in g.LOW_DTYPES for d in new.out)
+        given = dict(ir.schema_args(node))
+        low = any(d in ir.LOW_DTYPES for d in new.out)
         may_reach_low = low or self.policy.autocast_device is None
         if self.policy.autocast_device is not None and known.numbers_of in self.by_name:
-            low = self.dtype_asked(known.numbers_of) in g.LOW_DTYPES  # what the code would have seen under autocast
+            low = self.dtype_asked(known.numbers_of) in ir.LOW_DTYPES  # what the code would have seen under autocast
         chosen = tuple(
             (n, v) for n, v in self.own_numbers(node, known.numbers).items()
             if low or (may_reach_low and not constants.fits(float(given[n]), self.policy.low))
@@ -382,11 +382,11 @@ class _Assign:
 
     def by_level(self, node: fx.Node, name: str, floats: list[tuple[str, fx.Node]]) -> Decision:
         choice = self.policy.classify(name)
-        written = g.mutated_args(node)
+        written = ir.mutated_args(node)
         if written:
             return self.in_place(node, name, floats, written, choice)
-        for _, arg in g.tensor_args(node):
-            value = g.tensor_of(arg)
+        for _, arg in ir.tensor_args(node):
+            value = ir.tensor_of(arg)
             if value is not None and (
                 value.dtype in (torch.float64, torch.complex64, torch.complex128) or value.layout is not torch.strided
             ):
@@ -401,7 +401,7 @@ class _Assign:
                 return decisions.as_it_comes(node, "makes a tensor like another, in its dtype", "creation", choice)
             rule = "creation" if name in LIKE_FILLS else choice.rule
             return decisions.as_traced(node, choice.reason, rule, choice)
-        if g.all_args(node).get("sparse") is True and self.ctx.weights is None:
+        if ir.all_args(node).get("sparse") is True and self.ctx.weights is None:
             reason = "its gradient is sparse, and a cast cannot pass on a sparse gradient"
             return decisions.as_traced(node, reason, "untouched", choice)
         if decisions.names_dtype(node):
@@ -421,9 +421,9 @@ class _Assign:
             if whole:
                 return self.checked(node, name, dtype, reason, rule, choice, floats)
             low = dtype
-        if all(a_val.dtype in g.LOW_DTYPES for _, a in floats if (a_val := g.tensor_of(a)) is not None):
+        if all(a_val.dtype in ir.LOW_DTYPES for _, a in floats if (a_val := ir.tensor_of(a)) is not None):
             return decisions.as_traced(node, "in low precision already, by the model's own code", "already_low", choice)
-        unsure = origin.unsure if (origin := g.origin(node)) is not None else ""
+        unsure = origin.unsure if (origin := ir.origin(node)) is not None else ""
         if unsure:
             return decisions.cast(node, torch.float32, f"kept in fp32: {unsure}", "unsure", choice)
         if choice.cls is OpClass.EXACT:
@@ -431,7 +431,7 @@ class _Assign:
                 reason = f"a lookup in a weight, which {self.policy.level} stores in {dtype_name(low)}"
                 return self.checked(node, name, low, reason, "stored_low", choice, floats)
             return self.exact(node, floats, choice)
-        named = g.all_args(node)
+        named = ir.all_args(node)
         condition = self.policy.condition_for(name, named)
         if condition is not None:
             reason = f"conditional rule: {condition.op} with {condition.argument}={named[condition.argument]!r}"
@@ -449,8 +449,8 @@ class _Assign:
         self, node: fx.Node, name: str, floats: list[tuple[str, fx.Node]], choice: Choice, low: torch.dtype
     ) -> Decision:
         level, cls, row = self.policy.level, choice.cls, choice.row
-        flows = {g.dtype_of(a) for _, a in floats}
-        answers = g.answers(node)
+        flows = {ir.dtype_of(a) for _, a in floats}
+        answers = ir.answers(node)
         wide = self.wide.asks_for_fp32(node, [a for _, a in floats], choice)
         if wide and not answers and cls is not OpClass.FP32:
             return decisions.cast(node, torch.float32, wide, "wide", choice)
@@ -470,11 +470,11 @@ class _Assign:
             reason = f"level O3 runs everything low ({choice.reason})"
             return self.checked(node, name, low, reason, "level", choice, floats)
         if cls is OpClass.FP32:
-            main = g.dtype_of(floats[0][1])
+            main = ir.dtype_of(floats[0][1])
             inside = row is not None and row.fp32_inside and main == low and not wide
             if level == "O2" and choice.rule == "table" and row is not None and inside:
                 reason = f"low in and out, fp32 inside torch's kernel, because it {choice.reason}"
-                value = g.tensor_of(floats[0][1])
+                value = ir.tensor_of(floats[0][1])
                 on_cpu = value is not None and value.device.type == "cpu"
                 kept = row.fp32_args_on_cpu if on_cpu else ()
                 return decisions.cast(node, low, reason, "fp32_inside", choice, keep=kept)
@@ -486,19 +486,19 @@ class _Assign:
             return self.checked(
                 node, name, low, f"all its inputs are low: {choice.reason}", choice.rule, choice, floats
             )
-        source = next(a for _, a in floats if g.dtype_of(a) != low)
+        source = next(a for _, a in floats if ir.dtype_of(a) != low)
         return decisions.cast(node, torch.float32, f"follows {source.name}, which is fp32", choice.rule, choice)
 
     def exact(self, node: fx.Node, floats: list[tuple[str, fx.Node]], choice: Choice) -> Decision:
         given = [a for _, a in floats]
         filled = [a for a in given if not _is_empty(a)] or given  # an empty KV cache decides nothing
-        dtype = decisions.widest([g.dtype_of(a) for a in filled])
-        if dtype in g.LOW_DTYPES and (wide := self.wide.asks_for_fp32(node, given, choice)):
+        dtype = decisions.widest([ir.dtype_of(a) for a in filled])
+        if dtype in ir.LOW_DTYPES and (wide := self.wide.asks_for_fp32(node, given, choice)):
             return decisions.cast(node, torch.float32, wide, "wide", choice)
-        if dtype in g.LOW_DTYPES:
+        if dtype in ir.LOW_DTYPES:
             return self.checked(
                 node,
-                g.op_name(node),
+                ir.op_name(node),
                 dtype,
                 f"follows its input: {choice.reason}",
                 choice.rule,
@@ -512,7 +512,7 @@ class _Assign:
         floats: list[tuple[str, fx.Node]],
     ) -> Decision:  # fmt: skip
         """A low precision, unless a constant among the arguments does not survive it."""
-        if dtype in g.LOW_DTYPES:
+        if dtype in ir.LOW_DTYPES:
             if choice.row is not None and choice.row.fp32_only:
                 reason = "torch has no low-precision kernel for it: kept in fp32"
                 return decisions.cast(node, torch.float32, reason, "fp32_only", choice)
@@ -520,8 +520,8 @@ class _Assign:
                 reason = f"its low-precision kernel needs strides of {choice.row.stride_bytes} bytes: kept in fp32"
                 return decisions.cast(node, torch.float32, reason, "fp32_only", choice)
             if choice.row is not None and choice.row.banned and dtype is torch.float16:
-                raise BannedOpError(f"{name}: {choice.row.banned} At {g.source_line(node) or node.name}.")
-            if g.has_integer_operand(node) and any(map(g.is_eligible, g.tensor_outputs(node))):
+                raise BannedOpError(f"{name}: {choice.row.banned} At {ir.source_line(node) or node.name}.")
+            if ir.has_integer_operand(node) and any(map(ir.is_eligible, ir.tensor_outputs(node))):
                 reason = "computes with integers, which the low dtype may not represent: kept in fp32"
                 return decisions.cast(node, torch.float32, reason, "constant", choice)
             misfit = self.misfit(node, dtype, floats, choice.cls)
@@ -554,22 +554,22 @@ class _Assign:
         mask added to scores), one that is too small does not (the sum of an eps and something else is no eps), but its
         reciprocal is too large for the op that takes it.
         """
-        if self.policy.autocast_device is not None or known.precision in g.LOW_DTYPES:
+        if self.policy.autocast_device is not None or known.precision in ir.LOW_DTYPES:
             return
-        name, made = g.op_name(node), known.rule == "creation"
+        name, made = ir.op_name(node), known.rule == "creation"
         held: list[Held] = constants.hardest(self.values[node]) if node in self.values else []
         if node.op == "call_function" and node not in self.values:
             if made or known.rule in ("constant", "neutral", "in_place") or name in constants.PLACE:
                 held += [Held(v, placed=not made) for v in self.scalars(node, creation=made)]
             moves = known.rule == "in_place" or known.cls is OpClass.EXACT or name in MOVES
             arithmetic = known.cls is OpClass.FOLLOW or known.rule in ("constant", "neutral")
-            for _, arg in g.tensor_args(node):
+            for _, arg in ir.tensor_args(node):
                 value = self.carried.get(arg)
                 if value is None:
                     continue
                 if moves:
                     held.append(value)
-                elif arithmetic and abs(value.value) > 1 and (not value.once or len(list(g.tensor_args(node))) == 1):
+                elif arithmetic and abs(value.value) > 1 and (not value.once or len(list(ir.tensor_args(node))) == 1):
                     held.append(Held(value.value, placed=True, once=value.once))
                 if name in constants.POWERS and value.value > 0:
                     held.append(Held(value.value ** constants.POWERS[name], placed=True, once=True))
@@ -592,16 +592,16 @@ class _Assign:
                 continue
             self.policy = policy_at(node, self.ctx.policy)
             low = dtype_name(self.policy.low)
-            given = [(n, a) for n, a in g.tensor_args(node) if n not in g.mutated_args(node)]
-            value = self.misfit(node, self.policy.low, given) if g.mutated_args(node) else None
+            given = [(n, a) for n, a in ir.tensor_args(node) if n not in ir.mutated_args(node)]
+            value = self.misfit(node, self.policy.low, given) if ir.mutated_args(node) else None
             why = ""
-            if g.mutated_args(node) and "::" in g.op_name(node):
-                why = f"{g.op_name(node)}, a custom op, writes to it"
+            if ir.mutated_args(node) and "::" in ir.op_name(node):
+                why = f"{ir.op_name(node)}, a custom op, writes to it"
             elif value is not None:
                 why = f"the constant {value:g}, written into its result, does not fit {low}"
-            elif self.memory.is_view(node) and g.op_name(node) in CASTS and self.memory.shows_that_it_is(node):
+            elif self.memory.is_view(node) and ir.op_name(node) in CASTS and self.memory.shows_that_it_is(node):
                 why = f"{node.name} is one tensor with it, and one of the two is written to"
-            elif self.memory.is_view(node) and g.overload_name(node) in DTYPE_VIEWS:
+            elif self.memory.is_view(node) and ir.overload_name(node) in DTYPE_VIEWS:
                 why = f"{node.name} looks at its bytes, and they are written to"
             if why:
                 found[self.memory.shared_with(node)[0]] = why
@@ -614,9 +614,9 @@ class _Assign:
             self.policy = policy_at(node, self.ctx.policy)
             if node in self.values:
                 self.hold(node, constants.hardest(self.values[node]))
-            elif node.op == "call_function" and not g.is_higher_order(node):
-                moves = g.op_name(node) in MOVES or self.policy.classify(g.op_name(node)).cls is OpClass.EXACT
-                floats = [a for _, a in g.tensor_args(node) if g.is_eligible(g.tensor_of(a))]
+            elif node.op == "call_function" and not ir.is_higher_order(node):
+                moves = ir.op_name(node) in MOVES or self.policy.classify(ir.op_name(node)).cls is OpClass.EXACT
+                floats = [a for _, a in ir.tensor_args(node) if ir.is_eligible(ir.tensor_of(a))]
                 if moves:
                     self.hold(node, [self.carried[a] for a in floats if a in self.carried])
                 elif not floats:
@@ -630,7 +630,7 @@ class _Assign:
         written: frozenset[str],
         choice: Choice,
     ) -> Decision:
-        targets = [g.dtype_of(a) for n, a in floats if n in written]
+        targets = [ir.dtype_of(a) for n, a in floats if n in written]
         if not targets or targets[0] is None:
             reason = "writes in place to a tensor whose dtype is never changed"
             return decisions.as_traced(node, reason, "in_place", choice)
@@ -645,9 +645,9 @@ class _Assign:
     def forced_dtype(self, node: fx.Node) -> tuple[torch.dtype, str, str, bool] | None:
         """(dtype, reason, rule, whole): what a region or a module rule says; whole is False when it only
         changes which low dtype the classes use."""
-        region = node.meta.get(g.REGION)
+        region = node.meta.get(ir.REGION)
         depth = region.depth if isinstance(region, Region) else 0
-        paths = g.module_chain(node)
+        paths = ir.module_chain(node)
         for index in range(len(paths) - 1, depth - 1, -1):  # a module called in the region is inside it
             dtype = self.ctx.module_precision.get(paths[index])
             if dtype is not None:
@@ -661,14 +661,14 @@ class _Assign:
             if region.kind == "level":
                 return torch.float32, str(region), "level", True
             if region.kind == "autocast" and region.dtype is not None:
-                low = region.dtype if region.dtype in g.LOW_DTYPES else torch.float32
+                low = region.dtype if region.dtype in ir.LOW_DTYPES else torch.float32
                 return low, str(region), "region", low is torch.float32
             return region.dtype or torch.float32, str(region), "region", True
         return None
 
     def module_rule(self, node: fx.Node, path: str) -> tuple[str, torch.dtype] | None:
         """The rule for a module around a node; the rules of a part that was compiled by itself come first there."""
-        part = node.meta.get(g.NESTED)
+        part = node.meta.get(ir.NESTED)
         if isinstance(part, Nested) and part.policy.modules and (inside := part.relative(path)) is not None:
             rule = part.policy.module_rule(inside)
             if rule is not None:
@@ -680,11 +680,11 @@ class _Assign:
     def like_autocast(self, node: fx.Node, name: str, floats: list[tuple[str, fx.Node]]) -> Decision:
         assert self.policy.autocast_device is not None
         lists = torch_lists.LISTS[self.policy.autocast_device]
-        overload = g.overload_name(node)
-        region = node.meta.get(g.REGION)
+        overload = ir.overload_name(node)
+        region = node.meta.get(ir.REGION)
         low = self.policy.low
         forced = self.forced_dtype(node)
-        written = g.mutated_args(node)
+        written = ir.mutated_args(node)
         listed = self.policy.classify(name)
         if isinstance(region, Region) and region.kind == "autocast" and (forced is None or forced[2] == "region"):
             if region.dtype is None:
@@ -699,7 +699,7 @@ class _Assign:
         if overload in lists["banned"]:
             raise BannedOpError(
                 f"torch.autocast bans {name} on {self.policy.autocast_device}: use "
-                f"binary_cross_entropy_with_logits. At {g.source_line(node) or node.name}."
+                f"binary_cross_entropy_with_logits. At {ir.source_line(node) or node.name}."
             )
         if overload in lists["low"]:
             return decisions.cast(node, low, "torch.autocast runs it in low precision", "autocast")
@@ -712,15 +712,15 @@ class _Assign:
         if overload in lists["fp32"]:
             return decisions.cast(node, torch.float32, "torch.autocast runs it in fp32", "autocast")
         if overload in lists["promote"]:
-            widest = decisions.widest([g.dtype_of(a) for _, a in floats])
+            widest = decisions.widest([ir.dtype_of(a) for _, a in floats])
             return decisions.cast(node, widest, "torch.autocast promotes it to its widest input", "autocast")
         return decisions.as_it_comes(node, "torch.autocast does not list it: torch's own type promotion", "autocast")
 
     # -------------------------------------------------------------------------------- higher order
 
     def higher_order(self, node: fx.Node) -> Decision:
-        name = g.op_name(node).removeprefix("higher_order::")
-        bodies = [inner for _, inner in g.subgraphs(self.gm, node)]
+        name = ir.op_name(node).removeprefix("higher_order::")
+        bodies = [inner for _, inner in ir.subgraphs(self.gm, node)]
         like_autocast = self.policy.autocast_device is not None
         if name in TRANSPARENT and bodies:
             given = node.args[TRANSPARENT[name] + 1 :]
@@ -767,7 +767,7 @@ class _Assign:
         self, node: fx.Node, body: fx.GraphModule, *, native: bool, wide: dict[fx.Node, str] | None = None
     ) -> _Assign:
         """The same for a graph inside a node; it knows which of its inputs hold constants and which are wide."""
-        pairs = list(g.operands(node, body))
+        pairs = list(ir.operands(node, body))
         held = {place: self.carried[given] for place, given in pairs if given in self.carried}
         given_wide = {place: why for place, given in pairs if (why := why_wide(given))}
         return _Assign(body, self.ctx, native=native, carried=held, wide=given_wide | (wide or {}))
@@ -777,14 +777,14 @@ class _Assign:
 
 
 def _is_empty(node: fx.Node) -> bool:
-    value = g.tensor_of(node)
+    value = ir.tensor_of(node)
     return value is not None and any(type(size) is int and size == 0 for size in value.shape)
 
 
 def _strides_fit(floats: list[tuple[str, fx.Node]], dtype: torch.dtype, stride_bytes: int) -> bool:
     """True if, in ``dtype``, all strides of the matrices in ``floats`` but those of 1 are multiples of
     ``stride_bytes``; a stride that only the run will tell is taken not to be."""
-    values = [v for _, a in floats if stride_bytes and (v := g.tensor_of(a)) is not None and v.dim() > 1]
+    values = [v for _, a in floats if stride_bytes and (v := ir.tensor_of(a)) is not None and v.dim() > 1]
     strides = [s for v in values for s in v.stride() if type(s) is not int or s != 1]
     if not strides:
         return True
@@ -801,7 +801,7 @@ def _together(wide: Sequence[tuple[str, ...]], number: int) -> tuple[str, ...]:
 
 
 def _flow(value: Any) -> torch.dtype | None:
-    return g.dtype_of(value) if isinstance(value, fx.Node) else None
+    return ir.dtype_of(value) if isinstance(value, fx.Node) else None
 
 
 def _output_values(gm: fx.GraphModule) -> Any:

@@ -16,9 +16,8 @@ import operator
 import torch
 from torch import fx
 
-from amp_compiler import graph as g
-
-from .base import Context, Dialect, Pass
+from amp_compiler import ir
+from amp_compiler.rewrite.base import Context, Dialect, Pass
 
 aten = torch.ops.aten
 LARGEST = 1 << 14
@@ -27,14 +26,14 @@ FEWEST = 3  # below that, cat and split cost more than they save
 
 def run(gm: fx.GraphModule, ctx: Context) -> bool:
     graph = gm.graph
-    frozen = g.written_nodes(graph) | g.output_nodes(graph)
+    frozen = ir.written_nodes(graph) | ir.output_nodes(graph)
     groups: dict[tuple[torch.dtype, torch.dtype, torch.device], list[fx.Node]] = {}
     for node in graph.nodes:
         checkpointed = "recompute" in node.meta or "ac_graph_id" in node.meta  # the partitioner decides where it runs
-        if g.is_float_cast(node) and node not in frozen and not checkpointed:
-            value = _small_input(g.cast_source(node))
-            if value is not None and g.cast_source(node) not in frozen:
-                groups.setdefault((value.dtype, g.cast_dtype(node), value.device), []).append(node)
+        if ir.is_float_cast(node) and node not in frozen and not checkpointed:
+            value = _small_input(ir.cast_source(node))
+            if value is not None and ir.cast_source(node) not in frozen:
+                groups.setdefault((value.dtype, ir.cast_dtype(node), value.device), []).append(node)
     modified = False
     for (_, dtype, _), casts in groups.items():
         if len(casts) >= FEWEST:
@@ -46,7 +45,7 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
 
 
 def _small_input(node: fx.Node) -> torch.Tensor | None:
-    value = g.tensor_of(node)
+    value = ir.tensor_of(node)
     if (
         node.op != "placeholder"
         or value is None
@@ -59,14 +58,14 @@ def _small_input(node: fx.Node) -> torch.Tensor | None:
 
 
 def _batch(graph: fx.Graph, casts: list[fx.Node], dtype: torch.dtype) -> None:
-    values = [v for c in casts if (v := g.tensor_of(c)) is not None]
+    values = [v for c in casts if (v := ir.tensor_of(c)) is not None]
     sizes = [int(v.shape[0]) for v in values]
     with graph.inserting_before(casts[0]):
-        flat = graph.call_function(aten.cat.default, ([g.cast_source(c) for c in casts],))
+        flat = graph.call_function(aten.cat.default, ([ir.cast_source(c) for c in casts],))
         low = graph.call_function(aten._to_copy.default, (flat,), {"dtype": dtype})
         parts = graph.call_function(aten.split_with_sizes.default, (low, sizes))
         pieces = [graph.call_function(operator.getitem, (parts, i)) for i in range(len(casts))]
-    source = g.tensor_of(g.cast_source(casts[0]))
+    source = ir.tensor_of(ir.cast_source(casts[0]))
     assert source is not None
     flat.meta["val"] = _sized(source, sum(sizes), source.dtype)
     low.meta["val"] = _sized(source, sum(sizes), dtype)

@@ -24,10 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from amp_compiler import graph as g
-from amp_compiler.weights import drop_unread, misfit
-
-from .base import Context, Dialect, Pass
+from amp_compiler import ir
+from amp_compiler.ir.weights import drop_unread, misfit
+from amp_compiler.rewrite.base import Context, Dialect, Pass
 
 CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 TRANSPOSED = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
@@ -38,10 +37,10 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
     if ctx.weights is None or ctx.policy.level == "O0" or ctx.policy.autocast_device is not None:
         return False
     fixed = set(ctx.weights.fixed(gm.graph))
-    written, outputs = g.written_nodes(gm.graph), g.output_nodes(gm.graph)
+    written, outputs = ir.written_nodes(gm.graph), ir.output_nodes(gm.graph)
     modified = False
     for norm in list(gm.graph.nodes):
-        if norm.op != "call_function" or g.op_name(norm) != "batch_norm":
+        if norm.op != "call_function" or ir.op_name(norm) != "batch_norm":
             continue
         layer = norm.args[0]
         if isinstance(layer, fx.Node) and layer not in written and layer not in outputs:
@@ -55,7 +54,7 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
 def _fold(graph: fx.Graph, norm: fx.Node, layer: fx.Node, fixed: set[fx.Node], ctx: Context) -> bool:
     weights = ctx.weights
     assert weights is not None
-    given, into = g.all_args(norm), g.all_args(layer)
+    given, into = ir.all_args(norm), ir.all_args(layer)
     statistics = [given["running_mean"], given["running_var"], given["weight"], given["bias"]]
     weight, bias = into.get("weight"), into.get("bias")
     if given["training"] or any(s is not None and s not in fixed for s in statistics) or None in statistics[:2]:
@@ -77,7 +76,7 @@ def _fold(graph: fx.Graph, norm: fx.Node, layer: fx.Node, fixed: set[fx.Node], c
         if not _holds(make_weight(), groups, ctx.policy.low) or misfit(make_bias(), ctx.policy.low) is not None:
             return False
     weights.change(weight, make_weight)
-    shape = g.retype(statistics[0].meta["val"], torch.float32)
+    shape = ir.retype(statistics[0].meta["val"], torch.float32)
     new_bias = weights.add(graph, bias if bias is not None else weight, "folded", make_bias, shape)
     _set_bias(layer, new_bias)
     norm.replace_all_uses_with(layer)
@@ -88,7 +87,7 @@ def _fold(graph: fx.Graph, norm: fx.Node, layer: fx.Node, fixed: set[fx.Node], c
 def _groups(layer: fx.Node, into: dict[str, Any]) -> int | None:
     """0 for a weight whose first dimension are the channels of the result, the number of groups for a transposed one;
     None if the layer is none of ours, or a batch norm behind it would see channels in another dimension."""
-    name, result = g.op_name(layer), g.tensor_of(layer)
+    name, result = ir.op_name(layer), ir.tensor_of(layer)
     if layer.op != "call_function" or result is None:
         return None
     if name == "linear":
@@ -101,10 +100,10 @@ def _groups(layer: fx.Node, into: dict[str, Any]) -> int | None:
 
 def _rules(node: fx.Node, ctx: Context) -> tuple[Any, ...]:
     """What a user says of the modules around a node."""
-    paths = g.module_chain(node)
+    paths = ir.module_chain(node)
     said = [(ctx.policy.module_rule(path) or ("", None))[1] for path in paths]
     marked = [ctx.module_precision.get(path) for path in paths]
-    around = node.meta.get(g.REGION), node.meta.get(g.NESTED)
+    around = node.meta.get(ir.REGION), node.meta.get(ir.NESTED)
     return [d for d in said if d][-1:], [d for d in marked if d][-1:], *around
 
 

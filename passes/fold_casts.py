@@ -25,18 +25,17 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from amp_compiler import graph as g
-from amp_compiler.ops.names import find_row
-from amp_compiler.ops.row import OpClass
-
-from .base import Context, Dialect, Pass
+from amp_compiler import ir
+from amp_compiler.policy.ops.names import find_row
+from amp_compiler.policy.ops.row import OpClass
+from amp_compiler.rewrite.base import Context, Dialect, Pass
 
 aten = torch.ops.aten
 
 
 def run(gm: fx.GraphModule, ctx: Context) -> bool:
     modified = False
-    for _, inner in g.all_graphs(gm):
+    for _, inner in ir.all_graphs(gm):
         if _fold(inner.graph):
             inner.recompile()
             modified = True
@@ -45,9 +44,9 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
 
 def _fold(graph: fx.Graph) -> bool:
     modified = False
-    if not any(g.is_cast(n) for n in graph.nodes):
+    if not any(ir.is_cast(n) for n in graph.nodes):
         return False
-    keep = _Keep(g.written_nodes(graph), g.output_nodes(graph))
+    keep = _Keep(ir.written_nodes(graph), ir.output_nodes(graph))
     changed = True
     while changed:  # rules 3 and 4 write fewer bytes each time, so this ends
         changed = _chains_and_copies(graph, keep)
@@ -72,18 +71,18 @@ def _chains_and_copies(graph: fx.Graph, keep: _Keep) -> bool:
     modified = False
     seen: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
     for node in list(graph.nodes):
-        if not g.is_cast(node) or node in keep.written:
+        if not ir.is_cast(node) or node in keep.written:
             continue
-        source = g.cast_source(node)
-        while g.is_cast(source) and _skippable(source, keep):
-            source = g.cast_source(source)
-        if source in keep.written or g.tensor_of(source) is None:
+        source = ir.cast_source(node)
+        while ir.is_cast(source) and _skippable(source, keep):
+            source = ir.cast_source(source)
+        if source in keep.written or ir.tensor_of(source) is None:
             continue
-        if source is not g.cast_source(node):
-            node.replace_input_with(g.cast_source(node), source)
+        if source is not ir.cast_source(node):
+            node.replace_input_with(ir.cast_source(node), source)
             modified = True
-        dtype = g.cast_dtype(node)
-        value, result = g.tensor_of(source), g.tensor_of(node)
+        dtype = ir.cast_dtype(node)
+        value, result = ir.tensor_of(source), ir.tensor_of(node)
         assert value is not None
         if node in keep.outputs:
             continue
@@ -102,15 +101,15 @@ def _chains_and_copies(graph: fx.Graph, keep: _Keep) -> bool:
 
 def _skippable(node: fx.Node, keep: _Keep) -> bool:
     """A lossless cast of memory that nobody writes to: its readers may read what it reads."""
-    value = g.tensor_of(g.cast_source(node))
-    untouched = node not in keep.written and g.cast_source(node) not in keep.written
-    return untouched and value is not None and g.lossless(value.dtype, g.cast_dtype(node))
+    value = ir.tensor_of(ir.cast_source(node))
+    untouched = node not in keep.written and ir.cast_source(node) not in keep.written
+    return untouched and value is not None and ir.lossless(value.dtype, ir.cast_dtype(node))
 
 
 def _drop_unused(graph: fx.Graph) -> bool:
     modified = False
     for node in reversed(list(graph.nodes)):
-        if not node.users and (g.is_cast(node) or _is_exact(node)):
+        if not node.users and (ir.is_cast(node) or _is_exact(node)):
             graph.erase_node(node)
             modified = True
     return modified
@@ -121,7 +120,7 @@ def _drop_unused(graph: fx.Graph) -> bool:
 
 def _move(graph: fx.Graph, keep: _Keep) -> bool:
     modified = False
-    movable = [n for n in graph.nodes if n not in keep.written and _is_exact(n) and not g.has_integer_operand(n)]
+    movable = [n for n in graph.nodes if n not in keep.written and _is_exact(n) and not ir.has_integer_operand(n)]
     for node in movable:
         modified |= bool(node.users) and _sink(graph, node, keep)
     for node in reversed(movable):
@@ -130,21 +129,21 @@ def _move(graph: fx.Graph, keep: _Keep) -> bool:
 
 
 def _is_exact(node: fx.Node) -> bool:
-    if node.op != "call_function" or g.is_cast(node) or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or ir.is_cast(node) or not isinstance(node.target, torch._ops.OpOverload):
         return False
     if node.target._schema.is_mutable or node.target.namespace != "aten":
         return False
-    row = find_row(g.op_name(node))
+    row = find_row(ir.op_name(node))
     return (
-        row is not None and row.cls is OpClass.EXACT and g.tensor_of(node) is not None
-        and dict(g.schema_args(node)).get("dtype") is None
+        row is not None and row.cls is OpClass.EXACT and ir.tensor_of(node) is not None
+        and dict(ir.schema_args(node)).get("dtype") is None
     )  # fmt: skip
 
 
 def _float_args(node: fx.Node) -> list[fx.Node]:
     found = []
-    for _, arg in g.tensor_args(node):
-        value = g.tensor_of(arg)
+    for _, arg in ir.tensor_args(node):
+        value = ir.tensor_of(arg)
         if value is not None and value.dtype.is_floating_point and arg not in found:
             found.append(arg)
     return found
@@ -152,36 +151,36 @@ def _float_args(node: fx.Node) -> list[fx.Node]:
 
 def _sink(graph: fx.Graph, node: fx.Node, keep: _Keep) -> bool:
     """Rule 3. ``node`` reads only lossless casts of low values: let it read the low values themselves."""
-    args, result = _float_args(node), g.tensor_of(node)
+    args, result = _float_args(node), ir.tensor_of(node)
     assert result is not None
     if not args or result.dtype is not torch.float32 or not _static(result):
         return False
     low: torch.dtype | None = None
     for arg in args:
-        if not g.is_float_cast(arg) or not _skippable(arg, keep):
+        if not ir.is_float_cast(arg) or not _skippable(arg, keep):
             return False
-        before, after = g.tensor_of(g.cast_source(arg)), g.tensor_of(arg)
+        before, after = ir.tensor_of(ir.cast_source(arg)), ir.tensor_of(arg)
         assert before is not None
         assert after is not None
         if low not in (None, before.dtype) or not _static(after) or not _same_strides(before, after):
             return False
         low = before.dtype
     assert low is not None
-    if low not in g.LOW_DTYPES or not _scalars_fit(node, low):
+    if low not in ir.LOW_DTYPES or not _scalars_fit(node, low):
         return False
-    narrow = [u for u in node.users if g.is_cast(u) and g.cast_dtype(u) == low and _replaceable(u, result, keep)]
+    narrow = [u for u in node.users if ir.is_cast(u) and ir.cast_dtype(u) == low and _replaceable(u, result, keep)]
     others = [u for u in node.users if u not in narrow]
-    saved = sum(g.nbytes(result, low) for _ in narrow)
+    saved = sum(ir.nbytes(result, low) for _ in narrow)
     for arg in args:
-        value = g.tensor_of(arg)
+        value = ir.tensor_of(arg)
         assert value is not None
         if set(arg.users) <= {node}:
-            saved += g.nbytes(value)
-    if not narrow or saved <= (g.nbytes(result) if others else 0):
+            saved += ir.nbytes(value)
+    if not narrow or saved <= (ir.nbytes(result) if others else 0):
         return False
     for arg in args:
-        node.replace_input_with(arg, g.cast_source(arg))
-    node.meta["val"] = g.retype(result, low)
+        node.replace_input_with(arg, ir.cast_source(arg))
+    node.meta["val"] = ir.retype(result, low)
     if others:
         wide = _new_cast(graph, node, torch.float32)
         for user in others:
@@ -194,47 +193,47 @@ def _sink(graph: fx.Graph, node: fx.Node, keep: _Keep) -> bool:
 
 def _rise(graph: fx.Graph, node: fx.Node, keep: _Keep) -> bool:
     """Rule 4. Only roundings to one dtype read ``node``: round what goes in instead of what comes out."""
-    args, result = _float_args(node), g.tensor_of(node)
+    args, result = _float_args(node), ir.tensor_of(node)
     assert result is not None
     if not args or result.dtype is not torch.float32 or not _static(result) or any(a in keep.written for a in args):
         return False
     users = list(node.users)
-    if not all(g.is_float_cast(u) and _replaceable(u, result, keep) for u in users):
+    if not all(ir.is_float_cast(u) and _replaceable(u, result, keep) for u in users):
         return False
-    dtypes = {g.cast_dtype(u) for u in users}
+    dtypes = {ir.cast_dtype(u) for u in users}
     if len(dtypes) != 1:
         return False
     (low,) = dtypes
-    if low not in g.LOW_DTYPES or not _scalars_fit(node, low):
+    if low not in ir.LOW_DTYPES or not _scalars_fit(node, low):
         return False
     present: dict[fx.Node, fx.Node] = {}
     cost = 0
     for arg in args:
-        value = g.tensor_of(arg)
+        value = ir.tensor_of(arg)
         assert value is not None
         if value.dtype is not torch.float32 or not _static(value) or not value.is_contiguous():
             return False
-        ready = next((u for u in arg.users if g.is_cast(u) and g.cast_dtype(u) == low), None)
+        ready = next((u for u in arg.users if ir.is_cast(u) and ir.cast_dtype(u) == low), None)
         if ready is not None:
             present[arg] = ready
         else:
-            cost += g.nbytes(value, low)
-    if cost >= g.nbytes(result, low):
+            cost += ir.nbytes(value, low)
+    if cost >= ir.nbytes(result, low):
         return False
     for arg in args:
         rounded = present.get(arg)
         if rounded is None:
             with graph.inserting_before(node):
                 rounded = graph.call_function(aten._to_copy.default, (arg,), {"dtype": low})
-            value = g.tensor_of(arg)
+            value = ir.tensor_of(arg)
             assert value is not None
-            rounded.meta["val"] = g.retype(value, low)
-            g.inherit_origin(rounded, node)
+            rounded.meta["val"] = ir.retype(value, low)
+            ir.inherit_origin(rounded, node)
         elif rounded > node:
             node.prepend(rounded)  # its source stands before node, so it may too
             _belongs_with(rounded, node)
         node.replace_input_with(arg, rounded)
-    node.meta["val"] = g.retype(result, low)
+    node.meta["val"] = ir.retype(result, low)
     for user in users:
         user.replace_all_uses_with(node)
         graph.erase_node(user)
@@ -243,7 +242,7 @@ def _rise(graph: fx.Graph, node: fx.Node, keep: _Keep) -> bool:
 
 def _replaceable(cast: fx.Node, moved: torch.Tensor, keep: _Keep) -> bool:
     """A cast whose readers may read a value with the strides of ``moved`` instead, nobody else's tensor."""
-    value = g.tensor_of(cast)
+    value = ir.tensor_of(cast)
     return cast not in keep.outputs and cast not in keep.written and value is not None and _same_strides(value, moved)
 
 
@@ -257,17 +256,17 @@ def _belongs_with(moved: fx.Node, node: fx.Node) -> None:
 
 
 def _new_cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    value = g.tensor_of(node)
+    value = ir.tensor_of(node)
     assert value is not None
     with graph.inserting_after(node):
         new = graph.call_function(aten._to_copy.default, (node,), {"dtype": dtype})
-    new.meta["val"] = g.retype(value, dtype)
-    g.inherit_origin(new, node)
+    new.meta["val"] = ir.retype(value, dtype)
+    ir.inherit_origin(new, node)
     return new
 
 
 def _scalars_fit(node: fx.Node, low: torch.dtype) -> bool:
-    for _, value in g.schema_args(node):
+    for _, value in ir.schema_args(node):
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
         if is_number and float(torch.tensor(float(value), dtype=torch.float64).to(low)) != value:
             return False

@@ -21,10 +21,9 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from amp_compiler import graph as g
-from amp_compiler.weights import Weights, drop_unread, moves
-
-from .base import Context, Dialect, Pass
+from amp_compiler import ir
+from amp_compiler.ir.weights import Weights, drop_unread, moves
+from amp_compiler.rewrite.base import Context, Dialect, Pass
 
 ROOM = 1 << 10  # bytes that one folded result may add to the model
 #: ops whose result says nothing of their arguments' values
@@ -48,8 +47,8 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
 class _Fold:
     def __init__(self, graph: fx.Graph, weights: Weights) -> None:
         self.graph, self.weights = graph, weights
-        self.untouched = g.written_nodes(graph) | g.output_nodes(graph)
-        fixed = [n for n in weights.fixed(graph) if g.CONSTANT not in n.meta]
+        self.untouched = ir.written_nodes(graph) | ir.output_nodes(graph)
+        fixed = [n for n in weights.fixed(graph) if ir.CONSTANT not in n.meta]
         self.leaves: dict[fx.Node, frozenset[fx.Node]] = {n: frozenset((n,)) for n in fixed}
         for node in graph.nodes:
             if node.op == "call_function" and node not in self.untouched and self.is_constant(node):
@@ -60,42 +59,42 @@ class _Fold:
         inputs = node.all_input_nodes
         if not inputs or not all(a in self.leaves for a in inputs):
             return False
-        if g.is_getitem(node):
+        if ir.is_getitem(node):
             return True
-        target, origin = node.target, g.origin(node)
+        target, origin = node.target, ir.origin(node)
         if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or target._schema.is_mutable:
             return False
-        if torch.Tag.nondeterministic_seeded in target.tags or g.op_name(node) in _UNKNOWN:
+        if torch.Tag.nondeterministic_seeded in target.tags or ir.op_name(node) in _UNKNOWN:
             return False
         if origin is not None and (origin.follows or origin.numbers or origin.unsure):
             return False
-        values = g.tensor_outputs(node)
+        values = ir.tensor_outputs(node)
         return bool(values) and all(v is not None and all(isinstance(s, int) for s in v.shape) for v in values)
 
     def roots(self) -> list[fx.Node]:
         """Results that something else reads, made by more than moving one weight's values."""
         return [
             n for n in self.leaves
-            if n.op == "call_function" and g.tensor_of(n) is not None and not self.is_moved_weight(n)
+            if n.op == "call_function" and ir.tensor_of(n) is not None and not self.is_moved_weight(n)
             and any(u not in self.leaves for u in n.users)
         ]  # fmt: skip
 
     def is_moved_weight(self, node: fx.Node) -> bool:
-        while node.op != "placeholder" and (moves(node) or g.is_getitem(node)):
-            if g.is_getitem(node):
+        while node.op != "placeholder" and (moves(node) or ir.is_getitem(node)):
+            if ir.is_getitem(node):
                 return False
             node = node.all_input_nodes[0]
         return node.op == "placeholder"
 
     def root(self, node: fx.Node) -> bool:
         leaves = self.leaves[node]
-        value = g.tensor_of(node)
+        value = ir.tensor_of(node)
         assert value is not None
         freed = [leaf for leaf in leaves if self.only_for(leaf, node)]
-        if g.nbytes(value) > sum(g.nbytes(leaf.meta["val"]) for leaf in freed) + ROOM:
+        if ir.nbytes(value) > sum(ir.nbytes(leaf.meta["val"]) for leaf in freed) + ROOM:
             return False
         in_order = (n for n in self.graph.nodes if n in leaves)  # so that a name does not depend on addresses
-        like = max(in_order, key=lambda leaf: g.nbytes(leaf.meta["val"]))
+        like = max(in_order, key=lambda leaf: ir.nbytes(leaf.meta["val"]))
         make = partial(_evaluate, _program(node), {leaf.name: self.weights[leaf].make for leaf in leaves})
         new = self.weights.add(self.graph, like, "value", make, value)
         readers = [u for u in node.users if u not in self.leaves]

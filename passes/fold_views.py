@@ -17,9 +17,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from amp_compiler import graph as g
-
-from .base import Context, Dialect, Pass
+from amp_compiler import ir
+from amp_compiler.rewrite.base import Context, Dialect, Pass
 
 aten = torch.ops.aten
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
@@ -27,7 +26,7 @@ _VIEWS = {aten.view.default, aten._unsafe_view.default}
 
 def run(gm: fx.GraphModule, ctx: Context) -> bool:
     modified = False
-    for _, inner in g.all_graphs(gm):
+    for _, inner in ir.all_graphs(gm):
         if _fold(inner.graph):
             inner.graph.eliminate_dead_code()
             inner.recompile()
@@ -36,9 +35,9 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
 
 
 def _fold(graph: fx.Graph) -> bool:
-    written = g.written_nodes(graph)
-    returned = g.output_nodes(graph)
-    classes = g.alias_classes(graph)
+    written = ir.written_nodes(graph)
+    returned = ir.output_nodes(graph)
+    classes = ir.alias_classes(graph)
     frozen = {classes[n] for n in written}
     # an input may be written after the graph has run, and so may a result by who gets it
     shown = {classes[n] for n in returned} | {classes[n] for n in graph.nodes if n.op == "placeholder"}
@@ -74,7 +73,7 @@ def _same(node: fx.Node) -> fx.Node | None:
 
 
 def _dims(node: fx.Node) -> set[object]:
-    value = g.tensor_of(node)
+    value = ir.tensor_of(node)
     assert value is not None
     return {d % value.dim() if isinstance(d, int) else d for d in node.args[1:]}
 
@@ -85,7 +84,7 @@ def _shorten(node: fx.Node) -> bool:
     if node.target not in _VIEWS or not isinstance(inner, fx.Node) or inner.target not in _VIEWS:
         return False
     source = inner.args[0]
-    value, wanted = g.tensor_of(source) if isinstance(source, fx.Node) else None, g.tensor_of(node)
+    value, wanted = ir.tensor_of(source) if isinstance(source, fx.Node) else None, ir.tensor_of(node)
     if value is None or wanted is None or not _known(value) or not _known(wanted):
         return False
     if not value.is_contiguous():  # then whether it can be seen in another shape is a longer question
@@ -100,7 +99,7 @@ def _known(value: torch.Tensor) -> bool:
 
 def _alike(node: fx.Node, other: fx.Node) -> bool:
     """The same shape, and the same order in memory."""
-    one, two = g.tensor_of(node), g.tensor_of(other)
+    one, two = ir.tensor_of(node), ir.tensor_of(other)
     if one is None or two is None or not _known(one) or not _known(two):
         return False
     return one.shape == two.shape and one.stride() == two.stride() and one.dtype == two.dtype

@@ -23,11 +23,10 @@ from functools import partial
 import torch
 from torch import fx
 
-from amp_compiler import graph as g
-from amp_compiler.graph import DTYPE_NAMES
-from amp_compiler.weights import Weights, drop_unread, misfit, moves
-
-from .base import Context, Dialect, Pass
+from amp_compiler import ir
+from amp_compiler.ir import DTYPE_NAMES
+from amp_compiler.ir.weights import Weights, drop_unread, misfit, moves
+from amp_compiler.rewrite.base import Context, Dialect, Pass
 
 
 def run(gm: fx.GraphModule, ctx: Context) -> bool:
@@ -40,7 +39,7 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
             modified |= freeze.weight(node)
     modified |= drop_unread(gm.graph, ctx.weights)
     if modified:
-        for _, inner in g.all_graphs(gm):
+        for _, inner in ir.all_graphs(gm):
             inner.recompile()
     return modified
 
@@ -48,10 +47,10 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
 def _in_branches(user: fx.Node, node: fx.Node) -> list[fx.Node]:
     """The inputs of the branches of a ``cond`` that stand for ``node``; none if not all branches can be seen."""
     owner = user.graph.owning_module
-    if g.op_name(user) != "higher_order::cond" or owner is None:
+    if ir.op_name(user) != "higher_order::cond" or owner is None:
         return []
-    bodies = [body for _, body in g.subgraphs(owner, user)]
-    found = [place for body in bodies for place, given in g.operands(user, body) if given is node]
+    bodies = [body for _, body in ir.subgraphs(owner, user)]
+    found = [place for body in bodies for place, given in ir.operands(user, body) if given is node]
     return found if len(bodies) == 2 else []
 
 
@@ -84,7 +83,7 @@ class _Freeze:
             return True
         for low in sorted(fitting & self.wanted(node, constant=True), key=str):
             rounded = self.weights.add(
-                self.graph, node, DTYPE_NAMES[low], partial(_rounded, make, low), g.retype(node.meta["val"], low),
+                self.graph, node, DTYPE_NAMES[low], partial(_rounded, make, low), ir.retype(node.meta["val"], low),
                 rounded=True,
             )  # fmt: skip
             self.read_low(node, rounded, low)
@@ -94,7 +93,7 @@ class _Freeze:
         return modified
 
     def is_rounding(self, node: fx.Node) -> bool:
-        return g.is_float_cast(node) and g.cast_dtype(node) in g.LOW_DTYPES and self.is_inner(node)
+        return ir.is_float_cast(node) and ir.cast_dtype(node) in ir.LOW_DTYPES and self.is_inner(node)
 
     def passes_on(self, node: fx.Node) -> bool:
         return moves(node) and self.is_inner(node)
@@ -102,7 +101,7 @@ class _Freeze:
     def is_inner(self, node: fx.Node) -> bool:
         """True unless a value, or a view of it, is given to the caller or written to."""
         if node.graph not in self._memory:
-            self._memory[node.graph] = g.written_nodes(node.graph), g.alias_classes(node.graph)
+            self._memory[node.graph] = ir.written_nodes(node.graph), ir.alias_classes(node.graph)
         written, classes = self._memory[node.graph]
         if node in written:
             return False
@@ -121,7 +120,7 @@ class _Freeze:
         found: set[torch.dtype | None] = set()
         for user in node.users:
             if self.is_rounding(user):
-                found.add(g.cast_dtype(user))
+                found.add(ir.cast_dtype(user))
             elif self.passes_on(user):
                 if not constant or len(user.all_input_nodes) == 1:
                     found |= self.wanted(user, constant)
@@ -135,33 +134,33 @@ class _Freeze:
     def now_low(self, node: fx.Node, low: torch.dtype) -> None:
         """``node`` is low now, and all its readers want that."""
         for user in list(node.users):
-            if self.is_rounding(user) or g.is_cast(user):
+            if self.is_rounding(user) or ir.is_cast(user):
                 user.replace_all_uses_with(node)
                 user.graph.erase_node(user)
             elif places := _in_branches(user, node):
                 for place in places:
-                    place.meta["val"] = g.retype(place.meta["val"], low)
-                    if g.decision(place) is not None:
-                        g.amend(place, out=(low,))
+                    place.meta["val"] = ir.retype(place.meta["val"], low)
+                    if ir.decision(place) is not None:
+                        ir.amend(place, out=(low,))
                     self.now_low(place, low)
             else:
-                user.meta["val"] = g.retype(user.meta["val"], low)
-                if g.decision(user) is not None:
-                    g.amend(user, out=(low,), precision=low)
+                user.meta["val"] = ir.retype(user.meta["val"], low)
+                if ir.decision(user) is not None:
+                    ir.amend(user, out=(low,), precision=low)
                 self.now_low(user, low)
 
     def read_low(self, node: fx.Node, rounded: fx.Node, low: torch.dtype) -> None:
         """Those readers of ``node`` that round it to ``low`` read ``rounded``, the same value already rounded."""
         for user in list(node.users):
-            if self.is_rounding(user) and g.cast_dtype(user) is low:
+            if self.is_rounding(user) and ir.cast_dtype(user) is low:
                 user.replace_all_uses_with(rounded)
                 self.graph.erase_node(user)
             elif self.passes_on(user) and len(user.all_input_nodes) == 1 and low in self.wanted(user):
                 with self.graph.inserting_before(user):
                     again = self.graph.node_copy(user, lambda n: rounded if n is node else n)
-                again.meta = {**user.meta, "val": g.retype(user.meta["val"], low)}
-                if g.decision(again) is not None:
-                    g.amend(again, out=(low,), precision=low)
+                again.meta = {**user.meta, "val": ir.retype(user.meta["val"], low)}
+                if ir.decision(again) is not None:
+                    ir.amend(again, out=(low,), precision=low)
                 self.read_low(user, again, low)
                 if not user.users:
                     self.graph.erase_node(user)

@@ -22,11 +22,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from amp_compiler import graph as g
+from amp_compiler import ir
 from amp_compiler.kernels import cast_matmul as _defines_cast_matmul  # noqa: F401
 from amp_compiler.kernels.cpu import reason, runs_wide
-
-from .base import Context, Dialect, Pass
+from amp_compiler.rewrite.base import Context, Dialect, Pass
 
 aten = torch.ops.aten
 PRODUCTS = {aten.mm.default, aten.bmm.default, aten.addmm.default}
@@ -56,13 +55,13 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
 
 
 def _is_low_product(node: fx.Node, devices: Sequence[str]) -> bool:
-    value = g.tensor_of(node)
-    if value is None or value.dtype not in g.LOW_DTYPES or value.device.type not in devices:
+    value = ir.tensor_of(node)
+    if value is None or value.dtype not in ir.LOW_DTYPES or value.device.type not in devices:
         return False
     if value.device.type == "cpu" and not runs_wide(value.dtype):
         return False  # a CPU with low-precision units: torch's own product is the faster one
     if node.target is aten.addmm.default:
-        bias = g.tensor_of(node.args[0]) if isinstance(node.args[0], fx.Node) else None
+        bias = ir.tensor_of(node.args[0]) if isinstance(node.args[0], fx.Node) else None
         return bias is not None and bias.dim() == 1 and not node.kwargs
     return not node.kwargs
 
@@ -84,8 +83,9 @@ def _cast_behind(node: fx.Node | None) -> fx.Node | None:
     while node is not None and node.target in _VIEWS:
         source = node.args[0]
         node = source if isinstance(source, fx.Node) else None
-    is_rounding = node is not None and g.is_float_cast(node) and g.cast_source(node).meta["val"].dtype is torch.float32
-    return node if is_rounding else None
+    if node is None or not ir.is_float_cast(node):
+        return None
+    return node if ir.cast_source(node).meta["val"].dtype is torch.float32 else None
 
 
 def _final_readers(node: fx.Node) -> Iterator[fx.Node]:
@@ -101,7 +101,7 @@ def _absorbable(products: list[fx.Node]) -> set[fx.Node]:
     taking = set(products)
     return {
         c for c in casts
-        if (g.cast_source(c).op == "placeholder" or len(g.cast_source(c).users) == 1 == len(list(_final_readers(c))))
+        if (ir.cast_source(c).op == "placeholder" or len(ir.cast_source(c).users) == 1 == len(list(_final_readers(c))))
         and all(reader in taking for reader in _final_readers(c))
     }  # fmt: skip
 
@@ -110,10 +110,10 @@ def _without_cast(graph: fx.Graph, node: fx.Node, cast: fx.Node, product: fx.Nod
     """The operand again, in the same order of elements, from what the cast reads. A view that was taken in the forward
     is the backward's own now, if the product is: torch's partitioners go by that mark."""
     if node is cast:
-        return g.cast_source(cast)
+        return ir.cast_source(cast)
     source = _without_cast(graph, node.args[0], cast, product)  # type: ignore[arg-type]
     new = graph.call_function(node.target, (source, *node.args[1:]), node.kwargs)  # type: ignore[arg-type]
-    new.meta = {**node.meta, "val": g.retype(node.meta["val"], torch.float32)}
+    new.meta = {**node.meta, "val": ir.retype(node.meta["val"], torch.float32)}
     for key in ("partitioner_tag", "recompute", "ac_graph_id"):
         new.meta.pop(key, None)
         if key in product.meta:
@@ -128,9 +128,9 @@ def _wide_reader(node: fx.Node) -> fx.Node | None:
     """The cast to fp32 or the unscale that alone reads the product, possibly in another order of elements."""
     while len(node.users) == 1:
         (user,) = node.users
-        if g.op_name(user) == "amp::unscale" and node.meta["val"].dtype in g.LOW_DTYPES:
+        if ir.op_name(user) == "amp::unscale" and node.meta["val"].dtype in ir.LOW_DTYPES:
             return user
-        if g.is_float_cast(user) and g.cast_dtype(user) is torch.float32:
+        if ir.is_float_cast(user) and ir.cast_dtype(user) is torch.float32:
             of_backward = user.meta.get("partitioner_tag") == "is_backward"
             return user if of_backward and all(u.op == "output" for u in user.users) else None
         if user.target not in _VIEWS:
@@ -157,8 +157,8 @@ def _replace(
         out = torch.float32 if wide else low
         new = graph.call_function(torch.ops.amp.cast_matmul.default, (*given, low, out))
     new.meta = dict(node.meta)
-    new.meta["val"] = g.retype(node.meta["val"], out)
-    new.meta[g.KERNEL] = "; ".join(reasons)
+    new.meta["val"] = ir.retype(node.meta["val"], out)
+    new.meta[ir.KERNEL] = "; ".join(reasons)
     node.replace_all_uses_with(new)
     graph.erase_node(node)
     if wide:
@@ -169,9 +169,9 @@ def _widen_readers(graph: fx.Graph, node: fx.Node) -> None:
     """The views behind a product that is fp32 now are fp32 too, and a cast to fp32 does nothing any more."""
     for user in list(node.users):
         if user.target in _VIEWS:
-            user.meta["val"] = g.retype(user.meta["val"], torch.float32)
+            user.meta["val"] = ir.retype(user.meta["val"], torch.float32)
             _widen_readers(graph, user)
-        elif g.is_cast(user):
+        elif ir.is_cast(user):
             user.replace_all_uses_with(node)
             graph.erase_node(user)
 

@@ -13,39 +13,38 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from amp_compiler import graph as g
-
-from .base import Context, Dialect, Pass
+from amp_compiler import ir
+from amp_compiler.rewrite.base import Context, Dialect, Pass
 
 
 def run(gm: fx.GraphModule, ctx: Context) -> bool:
     graph = gm.graph
-    frozen = g.written_nodes(graph) | g.output_nodes(graph)
-    parameters: set[int] = gm.meta[g.PARAMETER]
+    frozen = ir.written_nodes(graph) | ir.output_nodes(graph)
+    parameters: set[int] = gm.meta[ir.PARAMETER]
     casts = [
         n for n in graph.nodes
-        if g.is_float_cast(n) and n not in frozen and g.cast_source(n).op == "placeholder"
-        and g.cast_source(n).meta[g.ROLE].kind == "primal" and g.cast_source(n).meta[g.ROLE].index in parameters
+        if ir.is_float_cast(n) and n not in frozen and ir.cast_source(n).op == "placeholder"
+        and ir.cast_source(n).meta[ir.ROLE].kind == "primal" and ir.cast_source(n).meta[ir.ROLE].index in parameters
     ]  # fmt: skip
     if not casts:
         return False
     makers = fx.Graph()
     made: list[fx.Node] = []
     for cast in casts:
-        source = g.cast_source(cast)
+        source = ir.cast_source(cast)
         with graph.inserting_before(source):  # torch's partitioners know an input of the forward by its name
             low = graph.placeholder(f"primals_low_{source.name}_{len(made)}")
         low._rename(f"low_{source.name}")
-        low.meta.update({**cast.meta, g.ROLE: g.Role("low", source.meta[g.ROLE].index)})
+        low.meta.update({**cast.meta, ir.ROLE: ir.Role("low", source.meta[ir.ROLE].index)})
         place = makers.placeholder(f"{source.name}_{len(made)}")
         place.meta.update(source.meta)
         place._rename(source.name)
-        made.append(makers.call_function(torch.ops.aten._to_copy.default, (place,), {"dtype": g.cast_dtype(cast)}))
+        made.append(makers.call_function(torch.ops.aten._to_copy.default, (place,), {"dtype": ir.cast_dtype(cast)}))
         made[-1].meta.update(cast.meta)
         cast.replace_all_uses_with(low)
         graph.erase_node(cast)
     makers.output(tuple(made))
-    gm.meta[g.WEIGHTS] = fx.GraphModule(torch.nn.Module(), makers)
+    gm.meta[ir.WEIGHTS] = fx.GraphModule(torch.nn.Module(), makers)
     gm.recompile()
     return True
 

@@ -21,10 +21,9 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from amp_compiler import graph as g
-from amp_compiler.graph import Decision, Mode
-
-from .base import Context, Dialect, Pass
+from amp_compiler import ir
+from amp_compiler.ir import Decision, Mode
+from amp_compiler.rewrite.base import Context, Dialect, Pass
 
 aten = torch.ops.aten
 
@@ -38,7 +37,7 @@ def _insert(gm: fx.GraphModule, keep_outputs: bool) -> bool:
     modified = _arguments(graph)
     modified |= _drop_empty_casts(graph)
     parameters: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
-    written = g.written_nodes(graph)
+    written = ir.written_nodes(graph)
 
     def cast(value: fx.Node, dtype: torch.dtype, consumer: fx.Node) -> fx.Node:
         nonlocal modified
@@ -47,35 +46,35 @@ def _insert(gm: fx.GraphModule, keep_outputs: bool) -> bool:
         if shared and (value, dtype) in parameters:
             return parameters[value, dtype]
         with graph.inserting_before(consumer):
-            name = f"{value.name}_{g.DTYPE_NAMES[dtype]}"
+            name = f"{value.name}_{ir.DTYPE_NAMES[dtype]}"
             new = graph.create_node("call_function", aten.to.dtype, (value, dtype), name=name)
-        tensor = g.tensor_of(value)
+        tensor = ir.tensor_of(value)
         assert tensor is not None
-        new.meta["val"] = g.retype(tensor, dtype)
-        g.inherit_origin(new, consumer)
+        new.meta["val"] = ir.retype(tensor, dtype)
+        ir.inherit_origin(new, consumer)
         reason = f"cast for {consumer.name}" if consumer.op != "output" else "outputs keep the model's dtypes"
-        g.decide(new, Decision(Mode.NATIVE, dtype, reason, out=(dtype,), rule="inserted"))
+        ir.decide(new, Decision(Mode.NATIVE, dtype, reason, out=(dtype,), rule="inserted"))
         if shared:
             parameters[value, dtype] = new
         return new
 
     for node in list(graph.nodes):
         if node.op == "output":
-            state = {position for position, _ in gm.meta.get(g.STATE, [])}
+            state = {position for position, _ in gm.meta.get(ir.STATE, [])}
             modified |= _restore_outputs(gm, node, cast, None if keep_outputs else state)
             continue
-        known = g.decision(node)
+        known = ir.decision(node)
         if known is None or node.op != "call_function" or known.mode is Mode.NATIVE:
-            if g.is_higher_order(node) and known is not None:
+            if ir.is_higher_order(node) and known is not None:
                 modified |= _bodies(gm, node, known)
             continue
 
         def adapt(name: str, value: fx.Node, node: fx.Node = node, known: Decision = known) -> fx.Node:
-            target = wanted_dtype(known, name, value, g.mutated_args(node))
+            target = wanted_dtype(known, name, value, ir.mutated_args(node))
             return value if target is None else cast(value, target, node)
 
-        g.map_tensor_args(node, adapt)
-        if g.is_higher_order(node):
+        ir.map_tensor_args(node, adapt)
+        if ir.is_higher_order(node):
             modified |= _bodies(gm, node, known)
     _update_values(gm)
     modified |= _drop_empty_casts(graph)
@@ -88,13 +87,13 @@ def _arguments(graph: fx.Graph) -> bool:
     """Dtype and number arguments as decided."""
     modified = False
     for node in graph.nodes:
-        known = g.decision(node)
+        known = ir.decision(node)
         if known is None or (known.named is None and not known.numbers):
             continue
         wanted: dict[str, Any] = dict(known.numbers)
         if known.named is not None:
             wanted["dtype"] = known.named
-        for position, (name, value) in enumerate(list(g.schema_args(node))):
+        for position, (name, value) in enumerate(list(ir.schema_args(node))):
             if name in wanted and value != wanted[name]:
                 modified = True
                 if position < len(node.args):
@@ -112,13 +111,15 @@ def _drop_empty_casts(graph: fx.Graph) -> bool:
     """
     modified = False
     for node in list(graph.nodes):
-        if not g.is_cast(node) or g.decision(node) is None or g.dtype_of(g.cast_source(node)) != g.cast_dtype(node):
+        if not ir.is_cast(node) or ir.decision(node) is None:
             continue
-        source = g.cast_source(node)
-        before, after = g.tensor_of(source), g.tensor_of(node)
+        source = ir.cast_source(node)
+        if ir.dtype_of(source) != ir.cast_dtype(node):
+            continue
+        before, after = ir.tensor_of(source), ir.tensor_of(node)
         converts = before is not None and after is not None and before.dtype != after.dtype
         for user in list(node.users):
-            known = g.decision(user)
+            known = ir.decision(user)
             if converts and (user.op == "output" or (known is not None and known.mode is Mode.TRACED)):
                 continue
             user.replace_input_with(node, source)
@@ -131,20 +132,20 @@ def _drop_empty_casts(graph: fx.Graph) -> bool:
 
 def wanted_dtype(known: Decision, name: str, value: fx.Node, written: frozenset[str]) -> torch.dtype | None:
     """The dtype that an argument has to be cast to, or None where it fits as it is."""
-    has, traced = g.dtype_of(value), g.tensor_of(value)
+    has, traced = ir.dtype_of(value), ir.tensor_of(value)
     if traced is None or has is None:
         return None
     if known.mode is Mode.CAST and name not in known.keep_args:
-        want = known.precision if g.is_eligible(traced) else None
+        want = known.precision if ir.is_eligible(traced) else None
     elif known.mode is Mode.TRACED or (name in known.keep_args and name not in written):
-        want = traced.dtype if g.is_eligible(traced) else None
+        want = traced.dtype if ir.is_eligible(traced) else None
     else:
         want = None
     return want if want is not None and want != has else None
 
 
 def _is_parameter(node: fx.Node) -> bool:
-    return node.op in ("placeholder", "get_attr") and bool(node.meta.get(g.PARAMETER))
+    return node.op in ("placeholder", "get_attr") and bool(node.meta.get(ir.PARAMETER))
 
 
 def _restore_outputs(gm: fx.GraphModule, node: fx.Node, cast: Any, only: set[int] | None) -> bool:
@@ -153,18 +154,18 @@ def _restore_outputs(gm: fx.GraphModule, node: fx.Node, cast: Any, only: set[int
     ``only``: positions to look at. Outputs that are views of one value stay views of one value.
     """
     flat, spec = pytree.tree_flatten(node.args[0])
-    given = gm.meta.get(g.OUTPUT_DTYPES, [])
+    given = gm.meta.get(ir.OUTPUT_DTYPES, [])
     dtypes = given if len(given) == len(flat) else [None] * len(flat)
     wanted: dict[int, torch.dtype] = {}
     for index, (value, dtype) in enumerate(zip(flat, dtypes, strict=True)):
-        traced, has = (g.tensor_of(value), g.dtype_of(value)) if isinstance(value, fx.Node) else (None, None)
-        if traced is None or has is None or not g.is_eligible(traced) or g.decision(value) is None:
+        traced, has = (ir.tensor_of(value), ir.dtype_of(value)) if isinstance(value, fx.Node) else (None, None)
+        if traced is None or has is None or not ir.is_eligible(traced) or ir.decision(value) is None:
             continue
         if has != (want := dtype or traced.dtype) and (only is None or index in only):
             wanted[index] = want
     if not wanted:
         return False
-    classes = g.alias_classes(gm.graph)
+    classes = ir.alias_classes(gm.graph)
     makers: dict[int, fx.Node] = {}
     for other in gm.graph.nodes:
         makers.setdefault(classes[other], other)
@@ -174,7 +175,7 @@ def _restore_outputs(gm: fx.GraphModule, node: fx.Node, cast: Any, only: set[int
         value = was[index]
         together = {was[i] for i, w in wanted.items() if w is want and classes[was[i]] == classes[value]}
         root = makers[classes[value]] if len(together) > 1 else value
-        flat[index] = _again(value, root if g.tensor_of(root) is not None else value, want, node, cast, done)
+        flat[index] = _again(value, root if ir.tensor_of(root) is not None else value, want, node, cast, done)
     node.args = (pytree.tree_unflatten(flat, spec),)
     return True
 
@@ -190,16 +191,17 @@ def _again(
         else:
             source = value.all_input_nodes[0]
             viewed = _again(source, root, dtype, before, cast, done)
-            if g.is_cast(value):  # it gave its source back where it was traced
+            if ir.is_cast(value):  # it gave its source back where it was traced
                 done[value, dtype] = viewed
                 return viewed
             with value.graph.inserting_before(before):
                 new = value.graph.node_copy(value, lambda n: viewed if n is source else n)
             new.meta = dict(value.meta)
-            known = g.decision(value)
+            known = ir.decision(value)
             assert known is not None
             out = tuple(None if d is None else dtype for d in known.out)
-            g.decide(new, replace(known, mode=Mode.NATIVE, precision=dtype, out=out, reason="a view of another output"))
+            reason = "a view of another output"
+            ir.decide(new, replace(known, mode=Mode.NATIVE, precision=dtype, out=out, reason=reason))
             done[value, dtype] = new
     return done[value, dtype]
 
@@ -208,25 +210,25 @@ def _bodies(gm: fx.GraphModule, node: fx.Node, known: Decision) -> bool:
     """Rewrite the graphs inside a higher-order node; a sealed one gives back the dtypes it was traced with."""
     modified = False
     if known.rule in ("transparent", "sealed"):
-        for _, inner in g.subgraphs(gm, node):
+        for _, inner in ir.subgraphs(gm, node):
             modified |= _insert(inner, keep_outputs=known.rule == "sealed")
     return modified
 
 
 def _update_values(gm: fx.GraphModule) -> None:
     for node in gm.graph.nodes:
-        known = g.decision(node)
+        known = ir.decision(node)
         if known is None:
             continue
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor):
             if known.out and known.out[0] is not None and value.dtype != known.out[0]:
-                node.meta["val"] = g.retype(value, known.out[0])
+                node.meta["val"] = ir.retype(value, known.out[0])
         elif isinstance(value, (tuple, list)):
             flat, spec = pytree.tree_flatten(value)
             if len(flat) == len(known.out):
                 new = [
-                    g.retype(v, d) if isinstance(v, torch.Tensor) and d is not None and v.dtype != d else v
+                    ir.retype(v, d) if isinstance(v, torch.Tensor) and d is not None and v.dtype != d else v
                     for v, d in zip(flat, known.out, strict=True)
                 ]
                 node.meta["val"] = pytree.tree_unflatten(new, spec)

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from torch import fx
 
-from amp_compiler import graph as g
+from amp_compiler import ir
 from amp_compiler.kernels.cpu import reason, runs_wide
 from amp_compiler.kernels.lstm import LAYERS
 from amp_compiler.kernels.wide import OPS, wide_form
-
-from .base import Context, Dialect, Pass
+from amp_compiler.rewrite.base import Context, Dialect, Pass
 
 
 def run(gm: fx.GraphModule, ctx: Context) -> bool:
@@ -28,10 +27,10 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
     for node in gm.graph.nodes:
         if node.op != "call_function" or node.target not in (*OPS, *LAYERS):
             continue
-        values = [v for _, a in g.tensor_args(node) if (v := g.tensor_of(a)) is not None]
-        low = {v.dtype for v in values if v.dtype in g.LOW_DTYPES}
+        values = [v for _, a in ir.tensor_args(node) if (v := ir.tensor_of(a)) is not None]
+        low = {v.dtype for v in values if v.dtype in ir.LOW_DTYPES}
         if len(low) == 1 and all(v.device.type == "cpu" for v in values) and runs_wide(next(iter(low))):
-            node.meta[g.KERNEL] = f"computed in float32: {reason(next(iter(low)))}"
+            node.meta[ir.KERNEL] = f"computed in float32: {reason(next(iter(low)))}"
             if node.target in OPS:
                 node.target = wide_form(node.target)
                 modified = True

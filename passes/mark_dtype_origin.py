@@ -28,11 +28,10 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from amp_compiler import graph as g
-from amp_compiler.graph import Origin
+from amp_compiler import ir
+from amp_compiler.ir import Origin
 from amp_compiler.policy import dtype_name
-
-from .base import Context, Dialect, Pass
+from amp_compiler.rewrite.base import Context, Dialect, Pass
 
 aten = torch.ops.aten
 CASTS = ("to", "_to_copy", "type_as", "prims::convert_element_type")
@@ -75,7 +74,7 @@ class _Comparison:
                 self.rewire(ours, theirs)
         for ours, theirs in pairs.items():
             self.found[ours] = self.verdict(ours, theirs)
-            if g.is_higher_order(ours):
+            if ir.is_higher_order(ours):
                 self.bodies(ours, theirs)
         for node in alone:
             self.doubt(node, f"the model's code takes another way in {dtype_name(self.low)}")
@@ -83,8 +82,8 @@ class _Comparison:
             if theirs not in self.ours and not self.skipped_cast(theirs):
                 self.guarded(theirs)
         for node, new in self.found.items():
-            if node.meta.get(g.ORIGIN) != new:
-                node.meta[g.ORIGIN] = new
+            if node.meta.get(ir.ORIGIN) != new:
+                node.meta[ir.ORIGIN] = new
                 self.modified = True
         return self.modified
 
@@ -121,7 +120,7 @@ class _Comparison:
         return [n for n in found if getattr(n.target, "__name__", "").split(".")[0] not in SILENT]
 
     def bodies(self, ours: fx.Node, theirs: fx.Node) -> None:
-        inner, other = g.subgraphs(self.gm, ours), g.subgraphs(self.twin, theirs)
+        inner, other = ir.subgraphs(self.gm, ours), ir.subgraphs(self.twin, theirs)
         for (_, mine), (_, twin) in zip(inner, other, strict=False):
             if _Comparison(mine, twin, self.ctx).run():
                 mine.recompile()
@@ -129,9 +128,9 @@ class _Comparison:
 
     def spelled_out(self, ours: fx.Node, theirs: fx.Node) -> fx.Node:
         """For a constant of one value whose dtype followed another: the same as a ``full`` node."""
-        if ours.op != "call_function" or g.op_name(ours) not in LIFTS or g.op_name(theirs) not in LIFTS:
+        if ours.op != "call_function" or ir.op_name(ours) not in LIFTS or ir.op_name(theirs) not in LIFTS:
             return ours
-        mine, low = g.constant(self.gm, ours.args[0]), g.constant(self.twin, theirs.args[0])
+        mine, low = ir.constant(self.gm, ours.args[0]), ir.constant(self.twin, theirs.args[0])
         if mine is None or low is None or mine.dtype is not torch.float32 or low.dtype is not self.low:
             return ours
         if not all(bool((t == t.flatten()[0]).all()) for t in (mine, low) if t.numel()):
@@ -144,7 +143,7 @@ class _Comparison:
             )  # fmt: skip
         new.meta.update(ours.meta)
         numbers = (("fill_value", limit),) if limit != float(mine.new_tensor(value).to(self.low)) else ()
-        new.meta[g.ORIGIN] = Origin(True, self.low, numbers, of=self.asked(ours, theirs))
+        new.meta[ir.ORIGIN] = Origin(True, self.low, numbers, of=self.asked(ours, theirs))
         ours.replace_all_uses_with(new)
         self.gm.graph.erase_node(ours)
         self.modified = True
@@ -153,11 +152,11 @@ class _Comparison:
     # ------------------------------------------------------------------------------------------- verdict
 
     def verdict(self, ours: fx.Node, theirs: fx.Node) -> Origin:
-        if g.op_name(ours) == "full" and g.op_name(theirs) in LIFTS and (known := g.origin(ours)) is not None:
+        if ir.op_name(ours) == "full" and ir.op_name(theirs) in LIFTS and (known := ir.origin(ours)) is not None:
             return known
-        mine, other = dict(g.schema_args(ours)), dict(g.schema_args(theirs))
+        mine, other = dict(ir.schema_args(ours)), dict(ir.schema_args(theirs))
         named, low = mine.get("dtype"), other.get("dtype")
-        if g.op_name(ours) in CASTS:
+        if ir.op_name(ours) in CASTS:
             named, low = _result(ours), _result(theirs)
         follows = named is torch.float32 and low is self.low
         numbers = tuple(
@@ -167,10 +166,10 @@ class _Comparison:
         of = self.asked(ours, theirs) if follows else ""
         return Origin(
             follows, _result(theirs), numbers, of=of,
-            numbers_of=self.asked(ours, theirs, g.NUMBER_OF) if numbers else "",
+            numbers_of=self.asked(ours, theirs, ir.NUMBER_OF) if numbers else "",
         )  # fmt: skip
 
-    def asked(self, ours: fx.Node, theirs: fx.Node, key: str = g.DTYPE_OF) -> str:
+    def asked(self, ours: fx.Node, theirs: fx.Node, key: str = ir.DTYPE_OF) -> str:
         """The name of the node whose dtype a cast names: ``x.to(y)`` says it, ``x.to(y.dtype)`` was followed."""
         if key in ours.meta:
             return str(ours.meta[key])
@@ -181,19 +180,19 @@ class _Comparison:
     def doubt(self, node: fx.Node, why: str) -> None:
         """Keep a node in fp32 and tell the user, once a line."""
         known = self.found.get(node, Origin())
-        if node.op != "call_function" or known.unsure or not any(g.is_eligible(v) for v in g.tensor_outputs(node)):
+        if node.op != "call_function" or known.unsure or not any(ir.is_eligible(v) for v in ir.tensor_outputs(node)):
             return
         self.found[node] = replace(known, unsure=why)
-        line = g.source_line(node) or node.name
+        line = ir.source_line(node) or node.name
         if not any(note.startswith(f"{line}:") for note in self.ctx.notes):
             self.ctx.notes.append(f"{line}: stays in fp32, because {why}")
 
     def guarded(self, theirs: fx.Node) -> None:
         """Code that only the twin has: what goes into it was treated there and is not here."""
-        line = g.source_line(theirs) or g.op_name(theirs)
+        line = ir.source_line(theirs) or ir.op_name(theirs)
         for source in theirs.all_input_nodes:
             while self.skipped_cast(source) and source not in self.added:
-                source = g.cast_source(source)
+                source = ir.cast_source(source)
             ours = self.counterpart(source)
             if ours is not None:
                 self.doubt(ours, f"in {dtype_name(self.low)} alone the model's code does more with it ({line})")
@@ -221,35 +220,37 @@ class _Comparison:
         found = self.ours.get(theirs) or self.added.get(theirs)
         if found is not None or before is None or not self.skipped_cast(theirs):
             return found
-        source = self.counterpart(g.cast_source(theirs), before)
-        value = g.tensor_of(source) if source is not None else None
+        source = self.counterpart(ir.cast_source(theirs), before)
+        value = ir.tensor_of(source) if source is not None else None
         if source is None or value is None or value.dtype is not torch.float32:
             return source
         with self.gm.graph.inserting_before(before):
             new = self.gm.graph.create_node("call_function", aten.to.dtype, (source, torch.float32))
-        new.meta.update({k: v for k, v in theirs.meta.items() if k not in ("val", g.META, g.ORIGIN)})
+        new.meta.update({k: v for k, v in theirs.meta.items() if k not in ("val", ir.META, ir.ORIGIN)})
         new.meta["val"] = value
-        new.meta[g.ORIGIN] = Origin(_result(theirs) is self.low, _result(theirs), of=self.asked(new, theirs))
+        new.meta[ir.ORIGIN] = Origin(_result(theirs) is self.low, _result(theirs), of=self.asked(new, theirs))
         self.added[theirs] = new
         self.modified = True
         return new
 
     def skipped_cast(self, theirs: fx.Node) -> bool:
         """A float cast of the twin's that the graph does not have."""
-        if theirs in self.ours or g.op_name(theirs) not in CASTS or not theirs.args:
+        if theirs in self.ours or ir.op_name(theirs) not in CASTS or not theirs.args:
             return False
         source = theirs.args[0]
-        return isinstance(source, fx.Node) and g.is_eligible(g.tensor_of(source)) and g.is_eligible(g.tensor_of(theirs))
+        if not isinstance(source, fx.Node):
+            return False
+        return ir.is_eligible(ir.tensor_of(source)) and ir.is_eligible(ir.tensor_of(theirs))
 
 
 # ------------------------------------------------------------------------------------------- small facts
 
 
 def _key(node: fx.Node) -> tuple[str, str, str]:
-    name = g.op_name(node)
+    name = ir.op_name(node)
     name = "cast" if name in CASTS else "full" if name in LIFTS else name
     name = "detach" if name == "detach_" else name  # the twin is as it was traced, the graph is normalized
-    return name, _GENERATED.sub("", node.meta.get("stack_trace") or ""), g.module_path(node)
+    return name, _GENERATED.sub("", node.meta.get("stack_trace") or ""), ir.module_path(node)
 
 
 def _matching(mine: Sequence[Any], other: Sequence[Any]) -> list[tuple[int, int | None]]:
@@ -268,13 +269,13 @@ def _matching(mine: Sequence[Any], other: Sequence[Any]) -> list[tuple[int, int 
 
 
 def _result(node: fx.Node) -> torch.dtype | None:
-    value = g.tensor_of(node)
+    value = ir.tensor_of(node)
     return None if value is None else value.dtype
 
 
 def _root(node: fx.Node) -> fx.Node:
     """The value before any cast from fp32 to fp32."""
-    while node.op == "call_function" and g.op_name(node) in CASTS and isinstance(node.args[0], fx.Node):
+    while node.op == "call_function" and ir.op_name(node) in CASTS and isinstance(node.args[0], fx.Node):
         source = node.args[0]
         if _result(source) is not torch.float32 or _result(node) is not torch.float32:
             break

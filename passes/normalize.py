@@ -19,14 +19,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from amp_compiler import graph as g
-from amp_compiler.nesting import Nested, check_together, has_parts, marked_policy
+from amp_compiler import ir
+from amp_compiler.ir.nesting import Nested, check_together, has_parts, marked_policy
 from amp_compiler.policy import Policy, dtype_name, precision_dtype
-
-from .base import Context, Dialect, Pass
+from amp_compiler.rewrite.base import Context, Dialect, Pass
 
 aten = torch.ops.aten
-SCOPE = "amp::scope"  # the node where a precision scope begins or ends, see amp_compiler/scopes.py
+SCOPE = "amp::scope"  # the node where a precision scope begins or ends, see amp_compiler/policy/scopes.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +55,18 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
     around = Region(*ctx.around) if ctx.around is not None else None
     mixed = ctx.policy.level == "O0" and has_parts(gm)
     modified = _regions(gm, _entered(ctx.policy, "", around, 1) if mixed else (around, None), ctx.policy)
-    for _, inner in g.all_graphs(gm):
+    for _, inner in ir.all_graphs(gm):
         if _casts(inner.graph):
             modified = True
     if modified:
-        for _, inner in g.all_graphs(gm):
+        for _, inner in ir.all_graphs(gm):
             inner.recompile()
     return modified
 
 
 def _casts(graph: fx.Graph) -> bool:
     modified = False
-    written = g.written_nodes(graph)
+    written = ir.written_nodes(graph)
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -77,15 +76,15 @@ def _casts(graph: fx.Graph) -> bool:
         elif node.target is aten.detach_.default:
             node.target = aten.detach.default
             modified = True
-        elif _is_plain_cast(node) and not (g.is_cast(node) and node.target is aten.to.dtype):
-            value = g.tensor_of(node)
+        elif _is_plain_cast(node) and not (ir.is_cast(node) and node.target is aten.to.dtype):
+            value = ir.tensor_of(node)
             assert value is not None
-            other = dict(g.schema_args(node)).get("other")
+            other = dict(ir.schema_args(node)).get("other")
             if isinstance(other, fx.Node):
-                node.meta[g.DTYPE_OF] = other.name
+                node.meta[ir.DTYPE_OF] = other.name
             node.target, node.args, node.kwargs = aten.to.dtype, (node.args[0], value.dtype), {}
             modified = True
-        if g.is_cast(node) and _converts(node) and written & {node, g.cast_source(node)}:
+        if ir.is_cast(node) and _converts(node) and written & {node, ir.cast_source(node)}:
             # it made a copy in fp32, and one side is written to: it must also where no conversion is left
             node.args = (*node.args, False, True)
             modified = True
@@ -94,15 +93,15 @@ def _casts(graph: fx.Graph) -> bool:
 
 def _is_plain_cast(node: fx.Node) -> bool:
     """A conversion that changes the dtype and nothing else, in one of its many spellings."""
-    if g.op_name(node) not in ("to", "_to_copy", "type_as", "prims::convert_element_type"):
+    if ir.op_name(node) not in ("to", "_to_copy", "type_as", "prims::convert_element_type"):
         return False
-    named = dict(g.schema_args(node))
+    named = dict(ir.schema_args(node))
     if named.get("copy") or named.get("memory_format") is not None or named.get("pin_memory"):
         return False
-    if g.op_name(node) == "_to_copy" and not _converts(node):
+    if ir.op_name(node) == "_to_copy" and not _converts(node):
         return False  # a plain copy
-    source, value = named.get("self", named.get("a")), g.tensor_of(node)
-    before = g.tensor_of(source) if isinstance(source, fx.Node) else None
+    source, value = named.get("self", named.get("a")), ir.tensor_of(node)
+    before = ir.tensor_of(source) if isinstance(source, fx.Node) else None
     return (
         before is not None and value is not None
         and before.device == value.device and before.layout == value.layout
@@ -110,8 +109,8 @@ def _is_plain_cast(node: fx.Node) -> bool:
 
 
 def _converts(node: fx.Node) -> bool:
-    source, after = node.args[0], g.tensor_of(node)
-    before = g.tensor_of(source) if isinstance(source, fx.Node) else None
+    source, after = node.args[0], ir.tensor_of(node)
+    before = ir.tensor_of(source) if isinstance(source, fx.Node) else None
     return before is not None and after is not None and before.dtype != after.dtype
 
 
@@ -133,31 +132,31 @@ def _regions(gm: fx.GraphModule, around: Around, outer: Policy) -> bool:
     dead: list[fx.Node] = []
     for node in gm.graph.nodes:
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
-        depth = len(g.module_chain(node))
+        depth = len(ir.module_chain(node))
         if name == "_enter_autocast":
             _device, dtype, enabled, *_ = node.args
             chosen = (dtype if dtype is not None else _autocast_dtype(node)) if enabled else None
             stack.append((Region("autocast", chosen, depth), stack[-1][1]))
             dead.append(node)
-        elif g.op_name(node) == SCOPE and (policy := marked_policy(str(node.args[0]))) is not None:
-            root, region = g.module_path(node), stack[-1][0]
+        elif ir.op_name(node) == SCOPE and (policy := marked_policy(str(node.args[0]))) is not None:
+            root, region = ir.module_path(node), stack[-1][0]
             check_together(outer, policy, root)
             kept = region if region is not None and region.kind == "precision" else None
             stack.append(_entered(policy, root, kept, depth))
             dead.append(node)
-        elif g.op_name(node) == SCOPE and node.args[0]:
+        elif ir.op_name(node) == SCOPE and node.args[0]:
             stack.append((Region("precision", precision_dtype(node.args[0]), depth), stack[-1][1]))
             dead.append(node)
-        elif name == "_exit_autocast" or g.op_name(node) == SCOPE:
+        elif name == "_exit_autocast" or ir.op_name(node) == SCOPE:
             stack.pop()
             dead.append(node)
         elif node.op == "call_function":
-            for key, value in zip((g.REGION, g.NESTED), stack[-1], strict=True):
+            for key, value in zip((ir.REGION, ir.NESTED), stack[-1], strict=True):
                 if value is not None and node.meta.get(key) != value:
                     node.meta[key] = value
                     modified = True
-            if g.is_higher_order(node):
-                for _, inner in g.subgraphs(gm, node):
+            if ir.is_higher_order(node):
+                for _, inner in ir.subgraphs(gm, node):
                     modified |= _regions(inner, stack[-1], outer)
     for node in reversed(dead):
         gm.graph.erase_node(node)

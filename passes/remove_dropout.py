@@ -11,17 +11,16 @@ from __future__ import annotations
 
 from torch import fx
 
-from amp_compiler import graph as g
-
-from .base import Context, Dialect, Pass
+from amp_compiler import ir
+from amp_compiler.rewrite.base import Context, Dialect, Pass
 
 OPS = frozenset(f"{kind}dropout{end}" for kind in ("", "feature_", "alpha_", "feature_alpha_") for end in ("", "_"))
 
 
 def run(gm: fx.GraphModule, ctx: Context) -> bool:
     modified = False
-    for _, inner in g.all_graphs(gm):
-        found = [n for n in inner.graph.nodes if n.op == "call_function" and g.op_name(n) in OPS and _is_idle(n)]
+    for _, inner in ir.all_graphs(gm):
+        found = [n for n in inner.graph.nodes if n.op == "call_function" and ir.op_name(n) in OPS and _is_idle(n)]
         for node in found:
             source = node.args[0]
             assert isinstance(source, fx.Node)
@@ -34,7 +33,7 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
 
 
 def _is_idle(node: fx.Node) -> bool:
-    named = g.all_args(node)
+    named = ir.all_args(node)
     return named.get("train") is False or named.get("p") == 0
 
 

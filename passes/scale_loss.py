@@ -21,30 +21,29 @@ from typing import Any
 import torch
 from torch import fx
 
-from amp_compiler import graph as g
+from amp_compiler import ir
 from amp_compiler.kernels import unscale as _defines_amp_unscale  # noqa: F401
-
-from .base import Context, Dialect, Pass
+from amp_compiler.rewrite.base import Context, Dialect, Pass
 
 aten = torch.ops.aten
 
 
 def run(gm: fx.GraphModule, ctx: Context) -> bool:
-    roles: tuple[g.Role, ...] = gm.meta[g.ROLE]
+    roles: tuple[ir.Role, ...] = gm.meta[ir.ROLE]
     if any(role.kind == "found" for role in roles):
         return False
-    graph, mode = gm.graph, g.fake_mode(gm.graph)
-    inputs = {n.meta[g.ROLE]: n for n in graph.nodes if n.op == "placeholder"}
+    graph, mode = gm.graph, ir.fake_mode(gm.graph)
+    inputs = {n.meta[ir.ROLE]: n for n in graph.nodes if n.op == "placeholder"}
     (tangent,) = [n for role, n in inputs.items() if role.kind == "tangent"]
     of_loss = _value(tangent)
     with mode:
         one = torch.empty((), dtype=torch.float32, device=of_loss.device)
         flag = torch.empty(1, dtype=torch.float32, device=of_loss.device)
-    scale = g.add_input(graph, "scale", g.Role("scale"), one)
-    found = g.add_input(graph, "found", g.Role("found"), flag)
+    scale = ir.add_input(graph, "scale", ir.Role("scale"), one)
+    found = ir.add_input(graph, "found", ir.Role("found"), flag)
 
     def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        return g.call(graph, mode, target, args, kwargs)
+        return ir.call(graph, mode, target, args, kwargs)
 
     def cast(node: fx.Node, dtype: torch.dtype) -> fx.Node:
         return node if _value(node).dtype == dtype else call(aten._to_copy.default, node, dtype=dtype)
@@ -63,33 +62,33 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
         unscaled = call(torch.ops.amp.unscale.default, [_computed(results[i]) for i in places], inverse, found)
         gradients = call(operator.getitem, unscaled, 0)
         for number, place in enumerate(places):
-            primal = inputs[g.Role("primal", roles[place].index)]
+            primal = inputs[ir.Role("primal", roles[place].index)]
             results[place] = cast(call(operator.getitem, gradients, number), _value(primal).dtype)
             results[place]._rename(f"grad_{primal.name}")
         found_now = call(operator.getitem, unscaled, 1)
-        if gm.meta[g.RESTORED]:
+        if gm.meta[ir.RESTORED]:
             skipped = call(aten.view.default, call(aten.ne.Scalar, found_now, 0), [])
-        for role in gm.meta[g.RESTORED]:
-            primal, place = inputs[g.Role("primal", role.index)], roles.index(role)
-            saved = g.add_input(graph, f"saved_{primal.name}", g.Role("saved", role.index), _value(primal))
+        for role in gm.meta[ir.RESTORED]:
+            primal, place = inputs[ir.Role("primal", role.index)], roles.index(role)
+            saved = ir.add_input(graph, f"saved_{primal.name}", ir.Role("saved", role.index), _value(primal))
             results[place] = call(aten.where.self, skipped, saved, results[place])
     last.args = ((*results, found_now),)
-    gm.meta[g.ROLE] = (*roles, g.Role("found"))
+    gm.meta[ir.ROLE] = (*roles, ir.Role("found"))
     graph.eliminate_dead_code()
     gm.recompile()
     return True
 
 
 def _value(node: fx.Node) -> torch.Tensor:
-    value = g.tensor_of(node)
+    value = ir.tensor_of(node)
     assert value is not None
     return value
 
 
 def _computed(gradient: fx.Node) -> fx.Node:
     """The gradient in the dtype that it was computed in: ``amp::unscale`` widens what it reads."""
-    widened = g.is_float_cast(gradient) and _value(gradient).dtype == torch.float32
-    return g.cast_source(gradient) if widened and _value(g.cast_source(gradient)).dtype in g.LOW_DTYPES else gradient
+    widened = ir.is_float_cast(gradient) and _value(gradient).dtype == torch.float32
+    return ir.cast_source(gradient) if widened and _value(ir.cast_source(gradient)).dtype in ir.LOW_DTYPES else gradient
 
 
 PASS = Pass("scale_loss", Dialect.FUNCTIONAL, requires=("functional", "step"), ensures=("scaled",), run=run)

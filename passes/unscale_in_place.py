@@ -18,38 +18,37 @@ from typing import Any
 import torch
 from torch import fx
 
-from amp_compiler import graph as g
-
-from .base import Context, Dialect, Pass
+from amp_compiler import ir
+from amp_compiler.rewrite.base import Context, Dialect, Pass
 
 
 def run(gm: fx.GraphModule, ctx: Context) -> bool:
     graph = gm.graph
-    found_op = g.unscale_of(gm)
+    found_op = ir.unscale_of(gm)
     if found_op is None:
         return False
     op, given, places = found_op
     _, inverse, found = op.args
     last = next(iter(reversed(graph.nodes)))
     results: list[Any] = list(last.args[0])
-    mode, classes = g.fake_mode(graph), g.alias_classes(graph)
+    mode, classes = ir.fake_mode(graph), ir.alias_classes(graph)
     taken = [classes[n] for n in graph.nodes if n.op == "placeholder"]
     taken += [classes[n] for i, n in enumerate(results) if i not in places]
     own: list[fx.Node] = []
     for gradient in given:
-        value = g.tensor_of(gradient)
+        value = ir.tensor_of(gradient)
         assert value is not None
         shared = classes[gradient] in taken or any(stride == 0 for stride in value.stride())
         taken.append(classes[gradient])
         with graph.inserting_before(op) if gradient.op == "placeholder" else graph.inserting_after(gradient):
-            if value.dtype in g.LOW_DTYPES:
-                gradient = g.call(graph, mode, torch.ops.aten._to_copy.default, (gradient,), {"dtype": torch.float32})
+            if value.dtype in ir.LOW_DTYPES:
+                gradient = ir.call(graph, mode, torch.ops.aten._to_copy.default, (gradient,), {"dtype": torch.float32})
             elif shared:
                 contiguous = {"memory_format": torch.contiguous_format}
-                gradient = g.call(graph, mode, torch.ops.aten.clone.default, (gradient,), contiguous)
+                gradient = ir.call(graph, mode, torch.ops.aten.clone.default, (gradient,), contiguous)
         own.append(gradient)
     with graph.inserting_before(op):
-        found_now = g.call(graph, mode, torch.ops.amp.unscale_.default, (own, inverse, found), {})
+        found_now = ir.call(graph, mode, torch.ops.amp.unscale_.default, (own, inverse, found), {})
     for place, gradient in zip(places, own, strict=True):
         name = results[place].name
         results[place].replace_all_uses_with(gradient)

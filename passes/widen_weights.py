@@ -21,11 +21,10 @@ from functools import partial
 import torch
 from torch import fx
 
-from amp_compiler import graph as g
+from amp_compiler import ir
+from amp_compiler.ir.weights import Weights, drop_unread
 from amp_compiler.kernels.cpu import runs_wide
-from amp_compiler.weights import Weights, drop_unread
-
-from .base import Context, Dialect, Pass
+from amp_compiler.rewrite.base import Context, Dialect, Pass
 
 aten = torch.ops.aten
 #: op -> places of its operands; the rest of its arguments are settings
@@ -60,8 +59,10 @@ class _Widen:
         self.turned: dict[fx.Node, fx.Node] = {}  # weight -> its transpose in fp32
 
     def takes(self, node: fx.Node) -> bool:
-        value = g.tensor_of(node)
-        if value is None or value.dtype not in g.LOW_DTYPES or value.device.type != "cpu" or not runs_wide(value.dtype):
+        value = ir.tensor_of(node)
+        if value is None or value.dtype not in ir.LOW_DTYPES or value.device.type != "cpu":
+            return False
+        if not runs_wide(value.dtype):
             return False
         return any(self.root(a) is not None for a in self.operands(node)) and not node.kwargs
 
@@ -73,7 +74,7 @@ class _Widen:
         """The low weight that an operand is a view of."""
         while node.target in VIEWS:
             node = node.all_input_nodes[0]
-        return node if node in self.fixed and node.meta["val"].dtype in g.LOW_DTYPES else None
+        return node if node in self.fixed and node.meta["val"].dtype in ir.LOW_DTYPES else None
 
     def shows_all(self, node: fx.Node) -> bool:
         """Whether a view has the elements of what it shows, each once: then that may be widened for all its views."""
@@ -83,12 +84,12 @@ class _Widen:
         low = node.meta["val"].dtype
         for operand in self.operands(node):
             node.replace_input_with(operand, self.widened(operand, node))
-        node.meta["val"] = g.retype(node.meta["val"], torch.float32)
+        node.meta["val"] = ir.retype(node.meta["val"], torch.float32)
         readers = list(node.users)
         with self.graph.inserting_after(node):
             rounded = self.graph.call_function(aten._to_copy.default, (node,), {"dtype": low})
-        rounded.meta["val"] = g.retype(node.meta["val"], low)
-        g.inherit_origin(rounded, node)
+        rounded.meta["val"] = ir.retype(node.meta["val"], low)
+        ir.inherit_origin(rounded, node)
         for user in readers:
             user.replace_input_with(node, rounded)
 
@@ -97,7 +98,7 @@ class _Widen:
             return operand
         if operand in self.wide:
             return self.wide[operand]
-        value = g.retype(operand.meta["val"], torch.float32)
+        value = ir.retype(operand.meta["val"], torch.float32)
         if operand in self.fixed:
             make = self.weights[operand].make
             new = self.weights.add(self.graph, operand, "f32", partial(_widened, make), value, rounded=True)
@@ -112,7 +113,7 @@ class _Widen:
             with self.graph.inserting_after(operand):
                 new = self.graph.call_function(aten._to_copy.default, (operand,), {"dtype": torch.float32})
             new.meta["val"] = value
-            g.inherit_origin(new, before)
+            ir.inherit_origin(new, before)
         self.wide[operand] = new
         return new
 

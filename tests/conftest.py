@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 
 pytest.register_assert_rewrite("helpers")
 os.environ["AMP_VERIFY"] = (
-    "deep"  # every pass result is propagated again on fakes, see amp_compiler/verify.py
+    "deep"  # every pass result is propagated again on fakes, see amp_compiler/rewrite/verify.py
 )
 os.environ.setdefault("AMP_CPU_KERNELS", "native")  # tests of kernels set "wide", whatever CPU they run on
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # its pool of processes would import torch again, twice

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from amp_compiler import Policy
-from amp_compiler import graph as g
+from amp_compiler import Policy, ir
 from amp_compiler.capture.export import capture_export
 from amp_compiler.capture.program import weights_of
-from amp_compiler.passes.base import Context, Pass
+from amp_compiler.ir.weights import Weights
 from amp_compiler.passes.normalize import PASS as NORMALIZE
-from amp_compiler.scopes import marked_modules, modules_of
-from amp_compiler.weights import Weights
+from amp_compiler.policy.scopes import marked_modules, modules_of
+from amp_compiler.rewrite.base import Context, Pass
 from helpers import BF16, FORWARD, check_pass
 
 
@@ -60,7 +59,7 @@ class Weighted:
 
     def names(self) -> list[str]:
         """The ops of the graph in order."""
-        return [g.op_name(n) for n in self.gm.graph.nodes if n.op == "call_function"]
+        return [ir.op_name(n) for n in self.gm.graph.nodes if n.op == "call_function"]
 
 
 def snr(ours: Any, exact: Any) -> float:
@@ -80,4 +79,4 @@ def floats(tree: Any) -> list[Tensor]:
 
 def stored_casts(gm: fx.GraphModule, weights: Weights) -> list[fx.Node]:
     """Casts that read a weight directly."""
-    return [n for n in gm.graph.nodes if g.is_float_cast(n) and g.cast_source(n) in weights]
+    return [n for n in gm.graph.nodes if ir.is_float_cast(n) and ir.cast_source(n) in weights]

@@ -22,16 +22,15 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from amp_compiler import Policy, pipeline
-from amp_compiler import graph as g
+from amp_compiler import Policy, ir
 from amp_compiler.capture.export import capture_export
 from amp_compiler.capture.lower import annotate_origin
-from amp_compiler.passes import assign_precision, insert_casts, mark_dtype_origin, normalize
-from amp_compiler.passes.base import Context, Pass
-from amp_compiler.profile import CastCount, count_casts
-from amp_compiler.report import Row, graph_rows
-from amp_compiler.scopes import marked_modules, modules_of
-from amp_compiler.verify import verify
+from amp_compiler.inspect.profile import CastCount, count_casts
+from amp_compiler.inspect.report import Row, graph_rows
+from amp_compiler.passes import assign_precision, insert_casts, mark_dtype_origin, normalize, order
+from amp_compiler.policy.scopes import marked_modules, modules_of
+from amp_compiler.rewrite.base import Context, Pass
+from amp_compiler.rewrite.verify import verify
 
 aten: Any = torch.ops.aten
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -76,7 +75,7 @@ def pre_dispatch(fn: Callable[..., Any], *inputs: Any, parameters: Sequence[int]
         gm = make_fx(fn, pre_dispatch=True)(*given)
     places = [n for n in gm.graph.nodes if n.op == "placeholder"]
     for index in parameters:
-        places[index].meta[g.PARAMETER] = True
+        places[index].meta[ir.PARAMETER] = True
     gm.graph.eliminate_dead_code()
     gm.recompile()
     return gm
@@ -113,12 +112,12 @@ def step_graph(fn: Callable[..., Any], *inputs: torch.Tensor, state: Sequence[in
     from amp_compiler.capture.autodiff import joint_graph
 
     gm = pre_dispatch(fn, *inputs)
-    gm.meta[g.LOSS] = 0
+    gm.meta[ir.LOSS] = 0
     graph = joint_graph(gm, inputs, set(state))
-    graph.meta[g.PARAMETER] = {i for i, x in enumerate(inputs) if x.requires_grad}
+    graph.meta[ir.PARAMETER] = {i for i, x in enumerate(inputs) if x.requires_grad}
     for node in graph.graph.nodes:
-        if node.op == "placeholder" and node.meta[g.ROLE].kind == "primal":
-            node._rename(f"p{node.meta[g.ROLE].index}")
+        if node.op == "placeholder" and node.meta[ir.ROLE].kind == "primal":
+            node._rename(f"p{node.meta[ir.ROLE].index}")
     return graph
 
 
@@ -186,12 +185,12 @@ def find(gm: fx.GraphModule, name: str) -> fx.Node:
 
 def ops(gm: fx.GraphModule, op: str) -> list[fx.Node]:
     """All nodes of an op, by its plain name."""
-    return [n for n in gm.graph.nodes if n.op == "call_function" and g.op_name(n) == op]
+    return [n for n in gm.graph.nodes if n.op == "call_function" and ir.op_name(n) == op]
 
 
 def casts(gm: fx.GraphModule) -> list[fx.Node]:
     """All casts between float dtypes."""
-    return [n for n in gm.graph.nodes if g.is_float_cast(n)]
+    return [n for n in gm.graph.nodes if ir.is_float_cast(n)]
 
 
 def with_paths(gm: fx.GraphModule, model: nn.Module) -> fx.GraphModule:
@@ -255,8 +254,8 @@ def each(names: Iterable[str], check: Callable[[str], None]) -> None:
 def annotations(gm: fx.GraphModule) -> list[tuple[str, Any, Any]]:
     """What passes write beside the graph: decision and region of every node, subgraphs included."""
     return [
-        (f"{name}.{n.name}", n.meta.get(g.META), n.meta.get(g.REGION))
-        for name, inner in g.all_graphs(gm) for n in inner.graph.nodes
+        (f"{name}.{n.name}", n.meta.get(ir.META), n.meta.get(ir.REGION))
+        for name, inner in ir.all_graphs(gm) for n in inner.graph.nodes
     ]  # fmt: skip
 
 
@@ -279,19 +278,19 @@ def check_pass(
     ctx = ctx or context()
     verify(gm, pass_.requires, ctx, "the test's own graph", deep=False)
     before = copy.deepcopy(gm) if inputs is not None and reference is None else None
-    text_before, notes_before = g.format_graph(gm), annotations(gm)
+    text_before, notes_before = ir.format_graph(gm), annotations(gm)
     changed = pass_.run(gm, ctx)
     verify(gm, pass_.ensures, ctx, pass_.name, deep=True)
-    text, notes = g.format_graph(gm), annotations(gm)
+    text, notes = ir.format_graph(gm), annotations(gm)
     assert changed or (text == text_before and notes == notes_before), (
         "the pass changed the graph and says it did not"
     )
     if modified is not None:
         assert changed is modified
     assert pass_.run(gm, ctx) is False, (
-        f"a second run of {pass_.name} changes something:\n{text}\n->\n{g.format_graph(gm)}"
+        f"a second run of {pass_.name} changes something:\n{text}\n->\n{ir.format_graph(gm)}"
     )
-    assert g.format_graph(gm) == text
+    assert ir.format_graph(gm) == text
     assert annotations(gm) == notes
     if expected_text is not None:
         assert text == textwrap.dedent(expected_text).strip()
@@ -308,9 +307,9 @@ def unchanged(
     pass_: Pass, gm: fx.GraphModule, ctx: Context | None = None, inputs: Sequence[Any] | None = None
 ) -> None:
     """A near miss: the pass leaves this graph as it is."""
-    text = g.format_graph(gm)
+    text = ir.format_graph(gm)
     check_pass(pass_, gm, ctx, modified=False, inputs=inputs)
-    assert g.format_graph(gm) == text
+    assert ir.format_graph(gm) == text
 
 
 def prepared(gm: fx.GraphModule, ctx: Context | None = None, *, until: str) -> fx.GraphModule:
@@ -363,7 +362,7 @@ class ExportMixed:
         self.program, self.graph = captured.program, captured.graph
         assert not captured.twin_failed
         self.ctx = Context(chosen, True, marked_modules(modules_of(model)), captured.twin)
-        pipeline.build().forward.run(self.graph, self.ctx, [], graph="forward")
+        order.build().forward.run(self.graph, self.ctx, [], graph="forward")
         self.module = self.program.module()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

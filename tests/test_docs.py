@@ -8,10 +8,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MODULES = ["amp_compiler", "amp_compiler.compile", "amp_compiler.conversion.convert",
-           "amp_compiler.ops.names", "amp_compiler.policy", "amp_compiler.cli.target", "amp_compiler.profile",
-           "amp_compiler.render.words", "amp_compiler.report", "amp_compiler.scalers", "amp_compiler.scopes",
-           "amp_compiler.training.step", "amp_compiler.kernels.all_finite", "amp_compiler.kernels.unscale"]  # fmt: skip
+MODULES = [
+    "amp_compiler",
+    "amp_compiler.compile",
+    "amp_compiler.conversion.convert",
+    "amp_compiler.policy.ops.names",
+    "amp_compiler.policy.policy",
+    "amp_compiler.cli.target",
+    "amp_compiler.inspect.profile",
+    "amp_compiler.inspect.render.words",
+    "amp_compiler.inspect.report",
+    "amp_compiler.training.scalers",
+    "amp_compiler.policy.scopes",
+    "amp_compiler.training.step",
+    "amp_compiler.kernels.all_finite",
+    "amp_compiler.kernels.unscale",
+]
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 HEAVY = ("torch._dynamo", "torch._inductor", "torch.export", "torch.fx.experimental.proxy_tensor", "sympy")
-TOOLS = ("triton", "rich", "typer", "click", "amp_compiler.cli", "amp_compiler.render")
+TOOLS = ("triton", "rich", "typer", "click", "amp_compiler.cli", "amp_compiler.inspect.render")
 
 PROCESS = """
 import json, sys

@@ -18,8 +18,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from .. import graph as g
-from ..errors import ArgumentError, CaptureError
+from .. import ir
+from ..common.errors import ArgumentError, CaptureError
 
 JointPasses = Callable[[fx.GraphModule, str], None]
 
@@ -104,8 +104,8 @@ def _decompose_casts(graph: fx.Graph) -> None:
     """Inductor takes ops apart while a graph is traced, and has no code for those; passes that run later write casts
     as ``_to_copy``, which is one of them (torch 2.13 fails with "both a fallback and a decomp")."""
     for node in graph.nodes:
-        if node.target is torch.ops.aten._to_copy.default and g.is_cast(node):
-            node.args = (g.cast_source(node), g.cast_dtype(node))
+        if node.target is torch.ops.aten._to_copy.default and ir.is_cast(node):
+            node.args = (ir.cast_source(node), ir.cast_dtype(node))
             node.kwargs = {}
             node.target = torch.ops.prims.convert_element_type.default
 
@@ -125,14 +125,14 @@ def joint_graph(
     import torch._functorch._aot_autograd.descriptors as d
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
-    _detach_all_but(gm, gm.meta[g.LOSS])
+    _detach_all_but(gm, gm.meta[ir.LOSS])
     with contextlib.ExitStack() as stack:
         exported = aot_export_joint_with_descriptors(stack, gm, tuple(example_inputs), decompositions=decompositions)
         joint = exported.graph_module
     places = [n for n in joint.graph.nodes if n.op == "placeholder"]
     for node in places:
-        node.meta[g.ROLE] = _input_role(node.meta["desc"], d)
-    if not any(node.meta[g.ROLE].kind == "tangent" for node in places):
+        node.meta[ir.ROLE] = _input_role(node.meta["desc"], d)
+    if not any(node.meta[ir.ROLE].kind == "tangent" for node in places):
         raise ArgumentError(
             "The loss does not depend on any parameter that requires a gradient: is the model frozen, or the loss "
             "detached?"
@@ -141,12 +141,12 @@ def joint_graph(
     results = pytree.tree_leaves(last.args[0], is_leaf=lambda x: x is None)
     roles = [_output_role(desc, d) for desc in last.meta["desc"]]
     kept = [(role, node) for role, node in zip(roles, results, strict=True) if role is not None and node is not None]
-    kept = [(role, _copied(joint.graph, node) if role == g.Role("output", gm.meta[g.LOSS]) else node)
+    kept = [(role, _copied(joint.graph, node) if role == ir.Role("output", gm.meta[ir.LOSS]) else node)
             for role, node in kept]  # fmt: skip
     last.args = (tuple(result for _, result in kept),)
-    joint.meta[g.ROLE] = tuple(role for role, _ in kept)
-    joint.meta[g.RESTORED] = [role for role, _ in kept if role.kind == "mutation" and role.index in state]
-    joint.meta[g.LOSS] = gm.meta[g.LOSS]
+    joint.meta[ir.ROLE] = tuple(role for role, _ in kept)
+    joint.meta[ir.RESTORED] = [role for role, _ in kept if role.kind == "mutation" and role.index in state]
+    joint.meta[ir.LOSS] = gm.meta[ir.LOSS]
     joint.graph.set_codegen(fx.graph.CodeGen())  # flat arguments instead of (primals, tangents)
     joint.recompile()
     return joint
@@ -174,7 +174,7 @@ def _detach_all_but(gm: fx.GraphModule, loss: int) -> None:
     last = next(iter(reversed(gm.graph.nodes)))
     results = pytree.tree_leaves(last.args[0], is_leaf=lambda x: x is None)
     for place, node in enumerate(results):
-        value = g.tensor_of(node) if isinstance(node, fx.Node) else None
+        value = ir.tensor_of(node) if isinstance(node, fx.Node) else None
         if place != loss and value is not None and (value.dtype.is_floating_point or value.dtype.is_complex):
             with gm.graph.inserting_before(last):
                 results[place] = gm.graph.call_function(torch.ops.aten.detach.default, (node,))
@@ -183,26 +183,26 @@ def _detach_all_but(gm: fx.GraphModule, loss: int) -> None:
     gm.recompile()
 
 
-def _input_role(desc: Any, d: Any) -> g.Role:
+def _input_role(desc: Any, d: Any) -> ir.Role:
     if isinstance(desc, d.PlainAOTInput):
-        return g.Role("primal", desc.idx)
+        return ir.Role("primal", desc.idx)
     if isinstance(desc, (d.BufferAOTInput, d.ParamAOTInput)):
-        return g.Role("constant", name=desc.target)
+        return ir.Role("constant", name=desc.target)
     if isinstance(desc, d.TangentAOTInput) and isinstance(desc.output, d.PlainAOTOutput):
-        return g.Role("tangent", desc.output.idx)
+        return ir.Role("tangent", desc.output.idx)
     raise CaptureError(f"the training step has an input that cannot be in one graph: {desc.expr()}")
 
 
-def _output_role(desc: Any, d: Any) -> g.Role | None:
+def _output_role(desc: Any, d: Any) -> ir.Role | None:
     if desc is None:
         return None
     if isinstance(desc, d.PlainAOTOutput):
-        return g.Role("output", desc.idx)
+        return ir.Role("output", desc.idx)
     if isinstance(desc, d.InputMutationAOTOutput) and isinstance(desc.mutated_input, d.PlainAOTInput):
-        return g.Role("mutation", desc.mutated_input.idx)
+        return ir.Role("mutation", desc.mutated_input.idx)
     if isinstance(desc, d.GradAOTOutput):
         of = desc.grad_of
-        return g.Role("gradient", of.idx) if isinstance(of, d.PlainAOTInput) else None
+        return ir.Role("gradient", of.idx) if isinstance(of, d.PlainAOTInput) else None
     raise CaptureError(f"the training step has an output that cannot be in one graph: {desc.expr()}")
 
 
@@ -243,16 +243,16 @@ def _names(results: Sequence[fx.Node]) -> list[str]:
     states = itertools.count()
 
     def is_state(node: fx.Node) -> bool:
-        source = node.args[0] if g.is_getitem(node) else None
-        return isinstance(source, fx.Node) and "rng_state" in g.op_name(source)
+        source = node.args[0] if ir.is_getitem(node) else None
+        return isinstance(source, fx.Node) and "rng_state" in ir.op_name(source)
 
     return [f"rng_state_output_{next(states)}" if is_state(node) else node.name for node in results]
 
 
 def _places(joint: fx.GraphModule) -> list[int]:
     """Where each output of the joint graph is when the loss goes first."""
-    roles = joint.meta[g.ROLE]
-    loss = roles.index(g.Role("output", joint.meta[g.LOSS]))
+    roles = joint.meta[ir.ROLE]
+    loss = roles.index(ir.Role("output", joint.meta[ir.LOSS]))
     order = [loss, *(i for i in range(len(roles)) if i != loss)]
     return [order.index(i) for i in range(len(roles))]
 
@@ -289,7 +289,7 @@ def _callable(gm: fx.GraphModule, backend: str) -> Callable[..., Any]:
     gm = fx.GraphModule(gm, copy_graph(gm.graph))  # Inductor changes what it is given
     _decompose_casts(gm.graph)
     inputs = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
-    with V.set_fake_mode(g.fake_mode(gm.graph)), torch._inductor.config.patch("emulate_precision_casts", True):
+    with V.set_fake_mode(ir.fake_mode(gm.graph)), torch._inductor.config.patch("emulate_precision_casts", True):
         joint_graph_passes(gm)  # Inductor has no code for random ops before these
         compiled: Any = compile_fx_inner(gm, inputs)
     return lambda *args: compiled(list(args))

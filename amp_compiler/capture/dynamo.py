@@ -21,8 +21,8 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from ..errors import AmpError
-from ..scopes import is_inside_call
+from ..common.errors import AmpError
+from ..policy.scopes import is_inside_call
 from .frames import Outside, compile_with, unwatched
 from .remedies import Reason
 from .remedies import remedy as remedy

@@ -22,9 +22,9 @@ from torch import fx, nn
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.export.graph_signature import OutputKind
 
-from .. import graph as g
-from ..errors import CaptureError
-from ..scopes import inside_call, paths_of
+from .. import ir
+from ..common.errors import CaptureError
+from ..policy.scopes import inside_call, paths_of
 from .dynamo import capture_settings
 from .lower import annotate_origin, holds_large_values
 from .twin import DtypeReads, low_trace, promoting, sharing_copy
@@ -101,9 +101,9 @@ def _name_state(program: torch.export.ExportedProgram, parameters: Mapping[str, 
         path: str | None = signature.inputs_to_parameters.get(node.name)
         held = path or signature.inputs_to_buffers.get(node.name)
         if held is not None:
-            node.meta[g.PATH] = held
+            node.meta[ir.PATH] = held
         if path is not None and path in parameters and parameters[path].requires_grad:
-            node.meta[g.PARAMETER] = True
+            node.meta[ir.PARAMETER] = True
 
 
 def _export(
@@ -153,7 +153,7 @@ def _annotate(
     program: torch.export.ExportedProgram, modules: Mapping[int, str], held: Mapping[str, torch.Tensor]
 ) -> None:
     """Write on a program's nodes what passes read: module paths, constants, which outputs replace which inputs."""
-    for _, inner in g.all_graphs(program.graph_module):
+    for _, inner in ir.all_graphs(program.graph_module):
         for node in inner.graph.nodes:
             node.meta = dict(node.meta)  # export lets a node inside a region share its meta with one outside
         annotate_origin(inner, modules)
@@ -161,19 +161,19 @@ def _annotate(
     constants = program.graph_signature.inputs_to_lifted_tensor_constants
     for node in gm.graph.nodes:
         if node.op == "placeholder" and node.name in constants:
-            node.meta[g.CONSTANT] = program.constants[constants[node.name]]
+            node.meta[ir.CONSTANT] = program.constants[constants[node.name]]
     signature = program.graph_signature
     for node in gm.graph.nodes:
         path: str | None = signature.inputs_to_buffers.get(node.name) if node.op == "placeholder" else None
         if path is not None and path in held and holds_large_values(held[path]):
-            node.meta[g.CONSTANT] = held[path]
+            node.meta[ir.CONSTANT] = held[path]
     places = [n.name for n in gm.graph.nodes if n.op == "placeholder"]
     buffers = {target: name for name, target in signature.inputs_to_buffers.items()}
-    gm.meta[g.STATE] = [
+    gm.meta[ir.STATE] = [
         (index, places.index(buffers[spec.target])) for index, spec in enumerate(signature.output_specs)
         if spec.kind is OutputKind.BUFFER_MUTATION and spec.target in buffers
     ]  # fmt: skip
-    gm.meta[g.OUTPUT_DTYPES] = g.output_dtypes(gm)
+    gm.meta[ir.OUTPUT_DTYPES] = ir.output_dtypes(gm)
     if _inline_regions(gm):
         _Repropagate(gm).run_on_fakes()
         gm.recompile()
@@ -187,12 +187,12 @@ def _inline_regions(gm: fx.GraphModule) -> bool:
     ``_exit_autocast``: as Dynamo writes a region, so that passes know one form, and no autocast is left at run time."""
     found = False
     for node in list(gm.graph.nodes):
-        if not g.is_higher_order(node):
+        if not ir.is_higher_order(node):
             continue
-        bodies = [inner for _, inner in g.subgraphs(gm, node)]
+        bodies = [inner for _, inner in ir.subgraphs(gm, node)]
         for inner in bodies:
             found |= _inline_regions(inner)
-        if g.op_name(node) != "higher_order::wrap_with_autocast":
+        if ir.op_name(node) != "higher_order::wrap_with_autocast":
             continue
         device, dtype, enabled, cache, holder, *given = node.args
         (body,) = bodies
@@ -207,7 +207,7 @@ def _inline_regions(gm: fx.GraphModule) -> bool:
             gm.graph.call_function(_exit_autocast, (begin,))
         flat = list(results) if isinstance(results, (tuple, list)) else [results]
         for user in list(node.users):
-            assert g.is_getitem(user), "wrap_with_autocast gives a tuple"
+            assert ir.is_getitem(user), "wrap_with_autocast gives a tuple"
             user.replace_all_uses_with(flat[user.args[1]])
             gm.graph.erase_node(user)
         gm.graph.erase_node(node)
@@ -222,12 +222,12 @@ def _inline_regions(gm: fx.GraphModule) -> bool:
 def _inline_grad_regions(gm: fx.GraphModule) -> None:
     """``wrap_with_set_grad_enabled(enabled, body, *args)`` → the body's nodes."""
     for node in list(gm.graph.nodes):
-        if not g.is_higher_order(node):
+        if not ir.is_higher_order(node):
             continue
-        bodies = [inner for _, inner in g.subgraphs(gm, node)]
+        bodies = [inner for _, inner in ir.subgraphs(gm, node)]
         for inner in bodies:
             _inline_grad_regions(inner)
-        if g.op_name(node) != "higher_order::wrap_with_set_grad_enabled":
+        if ir.op_name(node) != "higher_order::wrap_with_set_grad_enabled":
             continue
         _, holder, *given = node.args
         (body,) = bodies
@@ -239,7 +239,7 @@ def _inline_grad_regions(gm: fx.GraphModule) -> None:
             results = gm.graph.graph_copy(body.graph, values)
         flat = list(results) if isinstance(results, (tuple, list)) else [results]
         for user in list(node.users):
-            assert g.is_getitem(user), "wrap_with_set_grad_enabled gives a tuple"
+            assert ir.is_getitem(user), "wrap_with_set_grad_enabled gives a tuple"
             user.replace_all_uses_with(flat[user.args[1]])
             gm.graph.erase_node(user)
         gm.graph.erase_node(node)
@@ -255,18 +255,18 @@ class _Repropagate(fx.Interpreter):
         assert isinstance(self.module, fx.GraphModule)
         nodes = list(self.module.graph.nodes)
         inputs = [n.meta.get("val") for n in nodes if n.op == "placeholder"]
-        modes = (getattr(v, "fake_mode", None) for n in nodes for v in g.tensor_outputs(n))
+        modes = (getattr(v, "fake_mode", None) for n in nodes for v in ir.tensor_outputs(n))
         mode = next((m for m in modes if m is not None), None)
         with mode or contextlib.nullcontext(), torch.no_grad():
             self.run(*inputs)
 
     def run_node(self, n: fx.Node) -> Any:
-        if n.op == "get_attr" or g.is_higher_order(n) or getattr(n.target, "__name__", "") in _REGION_ENDS:
+        if n.op == "get_attr" or ir.is_higher_order(n) or getattr(n.target, "__name__", "") in _REGION_ENDS:
             return n.meta.get("val", getattr(self.module, str(n.target), None) if n.op == "get_attr" else None)
         if n.op != "call_function" or n.target is torch.ops.aten._assert_tensor_metadata.default:
             return n.meta.get("val") if n.op != "output" else None
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        in_place = g.op_name(n).endswith("_")
+        in_place = ir.op_name(n).endswith("_")
         result = promoting(lambda a, k: n.target(*a, **k), args, kwargs, in_place)  # type: ignore[operator]
         if "val" in n.meta:
             n.meta["val"] = result

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import sys
 import types
 import weakref
@@ -32,11 +31,16 @@ from torch import nn
 from torch._C._dynamo import eval_frame  # the C part: it does not import Dynamo
 
 _MODULE_CALL = nn.Module._wrapped_call_impl.__code__
-#: the two files whose functions run while the callback is in force
+#: the files whose functions run while the callback is in force: this one, and that of the ``Outside`` in charge
+_OWN_FILES = {__file__}
 _PACKAGE = str(Path(__file__).parent.parent)
-_OWN_FILES = (__file__, os.path.join(_PACKAGE, "outside.py"))
 _TRIES = 3  # calls in which code may fail while it is traced before it is left as plain Python
 _GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+def belongs_to_us(file: str) -> None:
+    """Leave alone the functions of a file, which run code that is not captured."""
+    _OWN_FILES.add(file)
 
 
 class Outside(Protocol):

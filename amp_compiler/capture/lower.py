@@ -30,10 +30,10 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.utils import _pytree as pytree
 
-from .. import graph as g
-from ..errors import CaptureError
-from ..ops.row import OpClass
+from .. import ir
+from ..common.errors import CaptureError
 from ..policy import Policy
+from ..policy.ops.row import OpClass
 from . import recurrent, vmap
 from .twin import promoting
 from .vmap import is_functorch, is_vmap
@@ -72,15 +72,15 @@ def lower(
     _refuse_leaks(lowered)
     _name_inputs(gm, lowered)
     _mark_parameters(lowered, example_inputs)
-    for _, inner in g.all_graphs(lowered):
+    for _, inner in ir.all_graphs(lowered):
         annotate_origin(inner, modules)
         for node in inner.graph.nodes:
-            for key in (g.DTYPE_OF, g.NUMBER_OF):
+            for key in (ir.DTYPE_OF, ir.NUMBER_OF):
                 if isinstance(of := node.meta.get(key), fx.Node):
                     node.meta[key] = of.name  # names are final only now
     lowered.meta.update(gm.meta)
-    lowered.meta[g.LOSS] = loss
-    lowered.meta[g.OUTPUT_DTYPES] = _output_dtypes(gm)
+    lowered.meta[ir.LOSS] = loss
+    lowered.meta[ir.OUTPUT_DTYPES] = _output_dtypes(gm)
     lowered.recompile()
     return lowered
 
@@ -124,8 +124,8 @@ def why_not(gm: fx.GraphModule) -> str | None:
             return "it holds tensors of its own, such as an optimizer's state"
         if is_functorch(node) and not is_vmap(node):
             return f"it uses torch.func ({getattr(node.target, '__name__', node.target)})"
-        if g.is_higher_order(node):
-            bodies = [inner for _, inner in g.subgraphs(gm, node)]
+        if ir.is_higher_order(node):
+            bodies = [inner for _, inner in ir.subgraphs(gm, node)]
             if not is_closed(node.target, bodies):
                 refused = next((why for inner in bodies if (why := why_not(inner)) is not None), None)
                 if refused is not None:
@@ -139,7 +139,7 @@ def is_closed(target: Any, bodies: Sequence[Any]) -> bool:
     if target.name() not in KNOWN_HIGHER_ORDER:
         return True
     ours = target.name() in ("autograd_function_apply", "tag_activation_checkpoint")  # bodies that are lowered here
-    found = [inner for body in bodies if isinstance(body, fx.GraphModule) for _, inner in g.all_graphs(body)]
+    found = [inner for body in bodies if isinstance(body, fx.GraphModule) for _, inner in ir.all_graphs(body)]
     nodes = [node for inner in found for node in inner.graph.nodes]
     return any(is_functorch(node) and not (ours and is_vmap(node)) for node in nodes)
 
@@ -162,7 +162,7 @@ def fakify(example_inputs: Sequence[Any]) -> tuple[list[Any], Any]:
 def _refuse_leaks(gm: fx.GraphModule) -> None:
     from torch._subclasses.fake_tensor import FakeTensor
 
-    for _, inner in g.all_graphs(gm):
+    for _, inner in ir.all_graphs(gm):
         for node in inner.graph.nodes:
             if node.op == "get_attr" and isinstance(getattr(inner, str(node.target), None), FakeTensor):
                 raise CaptureError(f"a value of the trace became a constant of the graph ({node.target})")
@@ -193,8 +193,8 @@ HOLDS_LISTED = ("pad",)
 
 
 def _composites(policy: Policy) -> Decompositions:
-    from ..ops.names import find_row
-    from ..ops.torch_lists import LISTS
+    from ..policy.ops.names import find_row
+    from ..policy.ops.torch_lists import LISTS
 
     assert policy.autocast_device is not None
     listed = frozenset().union(*LISTS[policy.autocast_device].values())
@@ -237,9 +237,9 @@ class _LoweringInterpreter(fx.Interpreter):
             return super().run_node(n)
         before = [(x, get_proxy_slot(x, mode.tracer, None)) for x in inputs]
         result = super().run_node(n)
-        named = {key: n.meta[key] for key in (g.DTYPE_OF, g.NUMBER_OF) if key in n.meta}
+        named = {key: n.meta[key] for key in (ir.DTYPE_OF, ir.NUMBER_OF) if key in n.meta}
         if n.op == "call_method" and n.target == "to" and len(n.args) > 1 and isinstance(n.args[1], fx.Node):
-            named[g.DTYPE_OF] = n.args[1].name  # ``x.to(y)``, of which only y's dtype is left below
+            named[ir.DTYPE_OF] = n.args[1].name  # ``x.to(y)``, of which only y's dtype is left below
         for key, of in named.items():
             asked = next((v for k, v in self.env.items() if k.name == of), None)
             if isinstance(asked, torch.Tensor) and isinstance(result, torch.Tensor):
@@ -347,7 +347,7 @@ def _keep_closed(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         values = pytree.tree_map_only(torch.Tensor, lambda t: _fresh(t, t.requires_grad), target(*fresh[0], **fresh[1]))
     for body in pytree.tree_leaves((args, kwargs), is_leaf=lambda v: isinstance(v, fx.GraphModule)):
         if isinstance(body, fx.GraphModule):
-            body.meta[g.CLOSED] = True
+            body.meta[ir.CLOSED] = True
     mode = get_proxy_mode()
     assert mode is not None
     tracer: Any = mode.tracer
@@ -384,7 +384,7 @@ def _fresh(value: Any, requires_grad: bool = False) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     with disable_proxy_modes_tracing():
-        fresh = g.retype(value, value.dtype)
+        fresh = ir.retype(value, value.dtype)
     return fresh.requires_grad_() if requires_grad and value.is_floating_point() else fresh
 
 
@@ -446,9 +446,9 @@ def _mark_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     places = [n for n in gm.graph.nodes if n.op == "placeholder"]
     for node, value in zip(places, example_inputs, strict=True):
         if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf:
-            node.meta[g.PARAMETER] = True
+            node.meta[ir.PARAMETER] = True
         elif "_buffers[" in _source_text(node) and holds_large_values(value):
-            node.meta[g.CONSTANT] = value  # a mask that was registered: no dtype of ours could hold it
+            node.meta[ir.CONSTANT] = value  # a mask that was registered: no dtype of ours could hold it
 
 
 def holds_large_values(value: Any) -> bool:

@@ -29,8 +29,8 @@ from torch.export.graph_signature import (
 )
 from torch.utils import _pytree as pytree
 
-from .. import graph as g
-from ..weights import Weight, Weights
+from .. import ir
+from ..ir.weights import Weight, Weights
 
 _KINDS = {
     InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant"
@@ -220,10 +220,10 @@ COMPOSITES = (
 def foreign_ops(program: ExportedProgram) -> list[str]:
     """The ops of a program that torch alone does not have."""
     found = []
-    for _, inner in g.all_graphs(program.graph_module):
+    for _, inner in ir.all_graphs(program.graph_module):
         for node in inner.graph.nodes:
             if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in ("aten", "prims"):
-                found.append(g.op_name(node))
+                found.append(ir.op_name(node))
     return sorted(set(found))
 
 

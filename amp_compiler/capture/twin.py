@@ -33,8 +33,8 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from .. import graph as g
-from ..compat import attribute_method
+from .. import ir
+from ..common.compat import attribute_method
 from ..policy import Policy
 
 #: names in a function's code by which it can learn the dtype of a tensor
@@ -127,7 +127,7 @@ def _fake_mode_of(values: Sequence[Any]) -> Iterator[None]:
 def _fresh(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    fresh: Any = _like(value, g.retype(value, value.dtype))
+    fresh: Any = _like(value, ir.retype(value, value.dtype))
     # torch 2.13: a Python float that changes from call to call is a tensor of no dimensions; its ``item()`` is a symbol
     # that Dynamo keeps on the fake, and fails on a fake that has none
     if (number := getattr(value, "item_memo", None)) is not None:
@@ -187,8 +187,8 @@ def _lowered(fake: Any, low: torch.dtype, parameter: bool) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _followed_dtypes() -> Iterator[None]:
-    """While Dynamo reads: note on each call that names a dtype the tensor whose dtype it is (``g.DTYPE_OF``), and on
-    each that has a limit of a dtype as a number (``torch.finfo(x.dtype).min``) likewise (``g.NUMBER_OF``)."""
+    """While Dynamo reads: note on each call that names a dtype the tensor whose dtype it is (``ir.DTYPE_OF``), and on
+    each that has a limit of a dtype as a number (``torch.finfo(x.dtype).min``) likewise (``ir.NUMBER_OF``)."""
     from torch._dynamo.output_graph import SubgraphTracer
     from torch._dynamo.variables.constant import ConstantVariable
     from torch._dynamo.variables.tensor import TensorVariable
@@ -235,7 +235,7 @@ def _followed_dtypes() -> Iterator[None]:
             leaves = pytree.tree_leaves((proxy.node.args, proxy.node.kwargs))
             for value, node in named:
                 if any(type(leaf) is type(value) and leaf == value for leaf in leaves):
-                    proxy.node.meta[g.DTYPE_OF if isinstance(value, torch.dtype) else g.NUMBER_OF] = node.name
+                    proxy.node.meta[ir.DTYPE_OF if isinstance(value, torch.dtype) else ir.NUMBER_OF] = node.name
             named.clear()
         return proxy
 
@@ -273,14 +273,14 @@ def promoting(call: Callable[[Any, Any], Any], args: Any, kwargs: Any, in_place:
         return call(args, kwargs)
     except (RuntimeError, TypeError):
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        floats = [t for t in tensors if t.dtype in g.ELIGIBLE]
-        if not any(t.dtype in g.LOW_DTYPES for t in floats) or (in_place and len({t.dtype for t in floats}) < 2):
+        floats = [t for t in tensors if t.dtype in ir.ELIGIBLE]
+        if not any(t.dtype in ir.LOW_DTYPES for t in floats) or (in_place and len({t.dtype for t in floats}) < 2):
             raise
         dtype = floats[0].dtype if in_place else torch.float32
         convert = alike or (lambda t, d: t.to(d))
 
         def change(value: torch.Tensor) -> torch.Tensor:
-            return convert(value, dtype) if value.dtype in g.ELIGIBLE and value.dtype != dtype else value
+            return convert(value, dtype) if value.dtype in ir.ELIGIBLE and value.dtype != dtype else value
 
         return call(*pytree.tree_map_only(torch.Tensor, change, (args, kwargs)))
 

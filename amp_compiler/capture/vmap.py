@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 
-from .. import graph as g
+from .. import ir
 
 OPEN, CLOSE = "_vmap_increment_nesting", "_vmap_decrement_nesting"
 KNOWN = frozenset({OPEN, CLOSE, "lazy_load_decompositions", "_add_batch_dim", "_remove_batch_dim"})
@@ -91,7 +91,7 @@ def run(
 ) -> Any:
     """A stretch of vmap on the tracer's values: what it consists of is traced apart, then run by ``interpret``."""
     with disable_proxy_modes_tracing(), torch.no_grad():
-        fresh = [g.retype(a, a.dtype) if isinstance(a, torch.Tensor) else a for a in args]
+        fresh = [ir.retype(a, a.dtype) if isinstance(a, torch.Tensor) else a for a in args]
         plain = make_fx(fx.Interpreter(body).run)(*fresh)
     for node in plain.graph.nodes:
         node.meta.update(meta)

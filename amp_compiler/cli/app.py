@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from ..errors import AmpError, AmpWarning, PipelineError, VerifyError
+from ..common.errors import AmpError, AmpWarning, PipelineError, VerifyError
 from . import common, convert, doctor, dump, explain, passes
 
 BAD_REQUEST, FAILURE = 2, 1

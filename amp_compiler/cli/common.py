@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import ArgumentError
-from ..files import write_text
+from ..common.errors import ArgumentError
+from ..common.files import write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,7 +43,7 @@ def _levels(incomplete: str) -> list[str]:
 
 
 def _passes(incomplete: str) -> list[str]:
-    from ..pipeline import ALL
+    from ..passes.order import ALL
 
     return [name for name in ("capture", "autodiff", *ALL) if name.startswith(incomplete)]
 
@@ -157,7 +157,7 @@ def progress(quiet: bool) -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def _quiet_logs() -> Iterator[None]:
-    """Nothing is printed unasked, such as that kernels are being compiled (see ``amp_compiler.logs``)."""
+    """Nothing is printed unasked, such as that kernels are being compiled (see ``amp_compiler.common.logs``)."""
     before = os.environ.get("AMP_LOGS")
     os.environ["AMP_LOGS"] = f"{before},quiet" if before else "quiet"
     try:
@@ -201,8 +201,8 @@ class Request:
 
     def policy_for(self, model: Any) -> Policy:
         """The policy, checked, with its module rules looked up in the model."""
-        from ..arguments import check_request
         from ..policy import Policy
+        from ..runtime.arguments import check_request
 
         policy = Policy.from_file(self.policy) if self.policy is not None else None
         asked = check_request(

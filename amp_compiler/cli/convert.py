@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import ArgumentError
-from ..files import check_folder
+from ..common.errors import ArgumentError
+from ..common.files import check_folder
 from . import common as c
 
 if TYPE_CHECKING:
@@ -122,8 +122,8 @@ def summary(converted: ConvertedModel, model: Any, args: Any, kwargs: Any) -> di
 def _lines(found: dict[str, Any], converted: ConvertedModel, full: bool, width: int) -> list[Any]:
     from rich.text import Text
 
-    from ..render import summary
-    from ..render.words import size
+    from ..inspect.render import summary
+    from ..inspect.render.words import size
 
     share = found["stored_bytes"] / max(found["fp32_bytes"], 1)
     snr = "equal in every bit" if found["snr_db"] is None else f"SNR {found['snr_db']:.1f} dB"

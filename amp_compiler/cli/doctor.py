@@ -26,7 +26,7 @@ def run(
     debug: c.Debug = False,
 ) -> None:
     from .. import __version__
-    from ..advice import SIZE, advise_model, look
+    from ..inspect.advice import SIZE, advise_model, look
 
     with c.progress(quiet) as tell:
         machine = look(tell)

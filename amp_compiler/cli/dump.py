@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import ArgumentError
+from ..common.errors import ArgumentError
 from . import common as c
 
 if TYPE_CHECKING:
+    from ..inspect.render.diff import Difference
     from ..inspection import Inspection
-    from ..render.diff import Difference
 
 NAME = "dump"
 HELP = "Show a model's graph after its passes: every op, its precision and why, every cast."
@@ -85,7 +85,7 @@ def run(
         _show_difference(_difference(request, after, against, module, quiet), chosen, output, quiet)
         return
     found = c.inspect(request, quiet).until(after)
-    from ..render.text import plain
+    from ..inspect.render.text import plain
 
     with c.progress(quiet) as tell:
         tell(f"making {chosen}")
@@ -104,9 +104,9 @@ def run(
 
 def render(found: Inspection, format: str, module: str | None = None) -> str:
     """An inspection in one of ``FORMATS``, as text."""
-    from ..render import dot, python, text
-    from ..render.json import graph_document
-    from ..render.select import in_module
+    from ..inspect.render import dot, python, text
+    from ..inspect.render.json import graph_document
+    from ..inspect.render.select import in_module
 
     view = found.last if module is None else in_module(found.last, module)
     title = f"{found.target}: {found.graph}, level {found.report.level}, {found.report.dtype}"
@@ -124,13 +124,13 @@ def render(found: Inspection, format: str, module: str | None = None) -> str:
     stages = found.stages
     if module is not None:
         stages = tuple(dataclasses.replace(s, view=in_module(s.view, module)) for s in stages)
-    from ..render import html
+    from ..inspect.render import html
 
     return html.page(stages, found.report, title=found.target, graph=found.graph)
 
 
 def _summary(found: Inspection, width: int) -> list[Any]:
-    from ..render import summary
+    from ..inspect.render import summary
 
     return summary.lines(found.report, width, hint=False)
 
@@ -138,8 +138,8 @@ def _summary(found: Inspection, width: int) -> list[Any]:
 def _text(found: Inspection, module: str | None, width: int, quiet: bool) -> list[Any]:
     from rich.text import Text
 
-    from ..render import summary, text
-    from ..render.select import in_module
+    from ..inspect.render import summary, text
+    from ..inspect.render.select import in_module
 
     view = found.last if module is None else in_module(found.last, module)
     lines = text.table(view, width)
@@ -152,8 +152,8 @@ def _text(found: Inspection, module: str | None, width: int, quiet: bool) -> lis
 def _difference(
     request: c.Request, after: str | None, against: str | None, module: str | None, quiet: bool
 ) -> Difference:
-    from ..render.diff import difference
-    from ..render.select import in_module
+    from ..inspect.render.diff import difference
+    from ..inspect.render.select import in_module
 
     def part(view: Any) -> Any:
         return view if module is None else in_module(view, module)
@@ -187,8 +187,8 @@ def _other(request: c.Request, against: str) -> c.Request:
 
 
 def _show_difference(found: Difference, format: str, output: Any, quiet: bool) -> None:
-    from ..render import diff
-    from ..render.text import plain
+    from ..inspect.render import diff
+    from ..inspect.render.text import plain
 
     if format == "json":
         c.write(json.dumps(diff.document(found), indent=1) + "\n", output, quiet)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import ArgumentError
+from ..common.errors import ArgumentError
 from . import common as c
 
 NAME = "explain"
@@ -50,8 +50,8 @@ def run(
     found = c.inspect(request, quiet)
     from rich.text import Text
 
-    from ..render import explain
-    from ..render.text import plain
+    from ..inspect.render import explain
+    from ..inspect.render.text import plain
 
     view = found.forward
     runs = found.last if found.graph != "forward" else None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from . import common as c
 
 if TYPE_CHECKING:
-    from ..passes.base import Pass
+    from ..rewrite.base import Pass
 
 NAME = "passes"
 HELP = "List the passes of each pipeline in order, with what each requires and ensures."
@@ -30,9 +30,9 @@ PIPELINES = {
 def run(as_json: c.Json = False, quiet: c.Quiet = False, debug: c.Debug = False) -> None:
     from rich.table import Table
 
-    from .. import pipeline
+    from ..passes import order
 
-    built = pipeline.build()
+    built = order.build()
     lists = {name: getattr(built, name) for name in PIPELINES}
     if as_json:
         document = {

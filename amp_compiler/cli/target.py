@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..common.errors import ArgumentError
 from ..conversion.converted import ConvertedModel
 from ..conversion.plain import load_any
-from ..errors import ArgumentError
 
 DTYPES = {
     "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64,

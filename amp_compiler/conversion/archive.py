@@ -16,8 +16,8 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 
 from ..capture import program as programs
-from ..errors import AmpError, ArchiveError
-from ..files import why_not_written
+from ..common.errors import AmpError, ArchiveError
+from ..common.files import why_not_written
 from .details import FORMAT, Details
 from .fp32_form import StoredFp32Form
 from .safety import Unsafe, check_members, check_program

@@ -12,21 +12,22 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from .. import __version__, pipeline
-from .. import graph as g
-from ..arguments import check_request
-from ..backend import users_frame
+from .. import __version__, ir
 from ..capture.export import Exported, capture_export
 from ..capture.program import Frame, copy_graph, flat_inputs, foreign_ops, plain_spec, rebuild, weights_of
-from ..errors import AmpWarning, ArgumentError, CaptureError
-from ..nesting import compiled_policy
-from ..ops.names import OpLike
-from ..passes.base import Context
+from ..common.errors import AmpWarning, ArgumentError, CaptureError
+from ..inspect.report import build_report, cast_totals, graph_rows
+from ..ir.nesting import compiled_policy
+from ..ir.weights import Weight, Weights, drop_unread
+from ..passes import order
 from ..policy import Policy, dtype_name
-from ..report import build_report, cast_totals, graph_rows
-from ..scopes import marked_modules, modules_of
-from ..verify import verify
-from ..weights import Weight, Weights, drop_unread
+from ..policy.ops.names import OpLike
+from ..policy.scopes import marked_modules, modules_of
+from ..rewrite.base import Context
+from ..rewrite.pipeline import Record, record
+from ..rewrite.verify import verify
+from ..runtime.arguments import check_request
+from ..runtime.backend import users_frame
 from .converted import ConvertedModel
 from .details import Details
 from .fp32_form import Fp32Form
@@ -67,7 +68,7 @@ def convert_model(
     model, args, kwargs = _check_inputs(model, args, kwargs)
     chosen = request.policy_for(model).with_conditional(conditional_fp32_ops)
     disabled = request.disable_passes if cast_params else (*request.disable_passes, "freeze_parameters")
-    steps = pipeline.build(disabled)
+    steps = order.build(disabled)
     start = time.perf_counter()
     with _as_eval(model):
         untouched = chosen.level == "O0" and not any(map(compiled_policy, model.modules()))
@@ -82,7 +83,7 @@ def convert_model(
             f"as the author's: {captured.twin_failed}"
         )
     verify(gm, ("captured",), ctx, "capture")
-    history = [pipeline.record("capture", time.perf_counter() - start, True, gm, "convert", [])]
+    history = [record("capture", time.perf_counter() - start, True, gm, "convert", [])]
     fp32_bytes = _stored_bytes(gm.graph, weights)
     steps.prepare.run(gm, ctx, history, graph="convert")
     drop_unread(gm.graph, weights)
@@ -92,7 +93,7 @@ def convert_model(
 
 
 def _finished(
-    captured: Exported, ctx: Context, original: Fp32Form, history: list[pipeline.Record], fp32_bytes: int,
+    captured: Exported, ctx: Context, original: Fp32Form, history: list[Record], fp32_bytes: int,
     cast_params: bool, disabled: tuple[str, ...],
 ) -> ConvertedModel:  # fmt: skip
     gm, weights, policy = captured.graph, ctx.weights, ctx.policy
@@ -105,7 +106,7 @@ def _finished(
     inputs = {n.name: n for n in gm.graph.nodes if n.op == "placeholder"}
     rounded = tuple(
         path for name, path in original.fp32_weights()
-        if inputs[weights.stored.get(name, name)].meta["val"].dtype in g.LOW_DTYPES
+        if inputs[weights.stored.get(name, name)].meta["val"].dtype in ir.LOW_DTYPES
     )  # fmt: skip
     notes = [f"{path} stays in float32: {why}" for path, why in weights.kept.items()]
     notes.append(f"weights: {fp32_bytes:,} bytes in fp32, {stored_bytes:,} bytes stored")
@@ -155,7 +156,7 @@ def _stored_bytes(graph: fx.Graph, weights: Weights) -> int:
     for node in graph.nodes:
         if node in weights and node.users:
             value = node.meta["val"]
-            sizes[weights[node].source or node.name, value.dtype] = g.nbytes(value)
+            sizes[weights[node].source or node.name, value.dtype] = ir.nbytes(value)
     return sum(sizes.values())
 
 
@@ -163,16 +164,16 @@ def _take_low_inputs(gm: fx.GraphModule, weights: Weights, flat: list[Any], spec
     """With ``keep_io_dtypes=False``: an fp32 input that is only read rounded is asked for in the low dtype. Gives back
     the example inputs, of which ``flat`` and ``spec`` are the parts, to fit."""
     users = [n for n in gm.graph.nodes if n.op == "placeholder" and n not in weights]
-    written = g.written_nodes(gm.graph)
+    written = ir.written_nodes(gm.graph)
     for place, node in enumerate(users):
-        value = g.tensor_of(node)
+        value = ir.tensor_of(node)
         if value is None or value.dtype is not torch.float32 or node in written or not node.users:
             continue
-        dtypes = {g.cast_dtype(u) if g.is_float_cast(u) else None for u in node.users}
+        dtypes = {ir.cast_dtype(u) if ir.is_float_cast(u) else None for u in node.users}
         low = next(iter(dtypes))
-        if len(dtypes) != 1 or low not in g.LOW_DTYPES or any("output" in (u.op for u in c.users) for c in node.users):
+        if len(dtypes) != 1 or low not in ir.LOW_DTYPES or any("output" in (u.op for u in c.users) for c in node.users):
             continue
-        node.meta["val"] = g.retype(value, low)
+        node.meta["val"] = ir.retype(value, low)
         for cast in list(node.users):
             cast.replace_all_uses_with(node)
             gm.graph.erase_node(cast)

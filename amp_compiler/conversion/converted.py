@@ -9,9 +9,9 @@ import torch
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from .. import pipeline
+from ..inspect.report import Report
 from ..policy import Policy
-from ..report import Report
+from ..rewrite.pipeline import Record
 from .details import Details
 from .fp32_form import Fp32Form, StoredFp32Form
 from .inputs import Inputs
@@ -29,7 +29,7 @@ class ConvertedModel:
 
     def __init__(
         self, program: ExportedProgram, details: Details, original: Fp32Form | StoredFp32Form,
-        history: list[pipeline.Record], *, out_spec: Any = None,
+        history: list[Record], *, out_spec: Any = None,
     ) -> None:  # fmt: skip
         self.exported_program = program
         self.details = details

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from ..inspect.report import Report
 from ..policy import Policy
-from ..report import Report
 
 #: the version of the file format: a file with a higher one is refused
 FORMAT = 1

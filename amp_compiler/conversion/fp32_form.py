@@ -10,8 +10,8 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from ..capture.program import Frame, copy_graph, from_json, rebuild, to_json
+from ..ir.weights import Weight, Weights
 from ..policy import dtype_name
-from ..weights import Weight, Weights
 
 
 class Fp32Form:

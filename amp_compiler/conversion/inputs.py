@@ -9,7 +9,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from ..errors import ArgumentError
+from ..common.errors import ArgumentError
 from ..policy import dtype_name
 
 

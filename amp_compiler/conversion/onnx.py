@@ -13,11 +13,11 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from .. import graph as g
+from .. import ir
 from ..capture.program import Frame, copy_graph, rebuild, weights_of
-from ..errors import ArchiveError
-from ..files import why_not_written
-from ..weights import Weight
+from ..common.errors import ArchiveError
+from ..common.files import why_not_written
+from ..ir.weights import Weight
 
 if TYPE_CHECKING:
     from .converted import ConvertedModel
@@ -68,7 +68,7 @@ def _one_dtype_norms(program: ExportedProgram) -> ExportedProgram:
     """``layer_norm(x: bf16, w: f32)`` → ``cast(layer_norm(cast(x, f32), w), bf16)``: as torch's kernel does inside."""
     assert isinstance(program.graph_module, fx.GraphModule)
     gm, weights = copy_graph(program.graph_module), weights_of(program)
-    found = [n for n in gm.graph.nodes if n.op == "call_function" and g.op_name(n) in NORMS and _is_mixed(n)]
+    found = [n for n in gm.graph.nodes if n.op == "call_function" and ir.op_name(n) in NORMS and _is_mixed(n)]
     if not found:
         return program
     for node in found:
@@ -81,20 +81,20 @@ def _one_dtype_norms(program: ExportedProgram) -> ExportedProgram:
 
 
 def _is_mixed(node: fx.Node) -> bool:
-    dtypes = {a.meta["val"].dtype for _, a in g.tensor_args(node)}
-    return torch.float32 in dtypes and bool(dtypes & set(g.LOW_DTYPES))
+    dtypes = {a.meta["val"].dtype for _, a in ir.tensor_args(node)}
+    return torch.float32 in dtypes and bool(dtypes & set(ir.LOW_DTYPES))
 
 
 def _in_fp32(graph: fx.Graph, node: fx.Node) -> None:
-    value = g.tensor_of(node)
+    value = ir.tensor_of(node)
     assert value is not None
-    for _, arg in g.tensor_args(node):
-        if arg.meta["val"].dtype in g.LOW_DTYPES:
+    for _, arg in ir.tensor_args(node):
+        if arg.meta["val"].dtype in ir.LOW_DTYPES:
             with graph.inserting_before(node):
                 wide = graph.call_function(aten.to.dtype, (arg, torch.float32))
-            wide.meta = {**node.meta, "val": g.retype(arg.meta["val"], torch.float32)}
+            wide.meta = {**node.meta, "val": ir.retype(arg.meta["val"], torch.float32)}
             node.replace_input_with(arg, wide)
-    node.meta["val"] = g.retype(value, torch.float32)
+    node.meta["val"] = ir.retype(value, torch.float32)
     readers = list(node.users)
     with graph.inserting_after(node):
         low = graph.call_function(aten.to.dtype, (node, value.dtype))

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ..capture import program as programs
-from ..errors import AmpError, ArchiveError
+from ..common.errors import AmpError, ArchiveError
 from .archive import DETAILS, load_converted
 from .converted import ConvertedModel
 from .safety import Unsafe, check_members, check_program

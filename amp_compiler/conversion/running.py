@@ -8,14 +8,15 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from .. import graph as g
-from .. import pipeline
+from .. import ir
 from ..capture.program import Frame, functional, rebuild, weights_of
+from ..ir.weights import Weight
 from ..kernels import build
 from ..kernels.cpu import runs_wide
-from ..passes.base import Context
+from ..passes import order
 from ..policy import Policy
-from ..weights import Weight
+from ..rewrite.base import Context
+from ..rewrite.pipeline import Record
 
 
 class Running:
@@ -23,7 +24,7 @@ class Running:
 
     def __init__(
         self, program: ExportedProgram, policy: Policy, disabled: tuple[str, ...], cache_weights: bool,
-        history: list[pipeline.Record],
+        history: list[Record],
     ) -> None:  # fmt: skip
         self.cached_bytes = 0
         if _wants_kernels(program, policy):
@@ -32,7 +33,7 @@ class Running:
 
     def _lowered(
         self, program: ExportedProgram, policy: Policy, disabled: tuple[str, ...], cache_weights: bool,
-        history: list[pipeline.Record],
+        history: list[Record],
     ) -> ExportedProgram:  # fmt: skip
         lowered = functional(program)
         gm, weights = lowered.graph_module, weights_of(lowered)
@@ -40,9 +41,9 @@ class Running:
         # the compiled kernels pack low weights as fast as fp32 ones: copies would only cost memory
         off = disabled if cache_weights and not build.loaded() else (*disabled, "widen_weights")
         before = {n.name for n in gm.graph.nodes if n in weights}
-        pipeline.build(off).run_converted.run(gm, Context(policy, weights=weights), history, graph="run")
+        order.build(off).run_converted.run(gm, Context(policy, weights=weights), history, graph="run")
         self.cached_bytes = sum(
-            g.nbytes(n.meta["val"]) for n in gm.graph.nodes if n in weights and n.name not in before
+            ir.nbytes(n.meta["val"]) for n in gm.graph.nodes if n in weights and n.name not in before
         )
 
         def make(node: fx.Node, weight: Weight) -> torch.Tensor:
@@ -60,7 +61,7 @@ def _wants_kernels(program: ExportedProgram, policy: Policy) -> bool:
     if policy.autocast_device is not None:
         return False
     found = {
-        v.dtype for _, inner in g.all_graphs(program.graph_module) for n in inner.graph.nodes
-        for v in g.tensor_outputs(n) if v is not None and v.dtype in g.LOW_DTYPES and v.device.type == "cpu"
+        v.dtype for _, inner in ir.all_graphs(program.graph_module) for n in inner.graph.nodes
+        for v in ir.tensor_outputs(n) if v is not None and v.dtype in ir.LOW_DTYPES and v.device.type == "cpu"
     }  # fmt: skip
     return any(runs_wide(dtype) for dtype in found)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..errors import AmpError
+from ..common.errors import AmpError
 
 
 class Unsafe(AmpError):

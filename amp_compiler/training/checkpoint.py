@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError
+from ..common.errors import CheckpointError
 from ..policy import dtype_name
 from .window import rng_state, set_rng_state
 

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from ..capture.dynamo import RECOMPILE_LIMIT_REACHED
 from ..capture.remedies import Reason, remedy
-from ..errors import PipelineError, VerifyError
+from ..common.errors import PipelineError, VerifyError
 from .owner import Owner
 from .rerun import undisturbed
 from .window import Batch

@@ -11,8 +11,8 @@ import warnings
 import torch
 from torch import Tensor
 
-from ..backend import users_frame
-from ..errors import AmpWarning
+from ..common.errors import AmpWarning
+from ..runtime.backend import users_frame
 
 MESSAGE = (
     "The loss of a training step was not finite while all its gradients were, so the weights were updated. Call "

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from .. import graph as g
+from .. import ir
 from ..policy import dtype_name
 from .probe import Probe, Seen, alone_is_finite, is_float, largest
 
@@ -122,14 +122,14 @@ def _argument(name: str) -> str:
 
 def _of_op(probe: Probe, phase: str, seen: Seen, known: Circumstances, of: str) -> _Answer:
     """The op itself, or, for a cast that we put in, the op whose value did not fit."""
-    cast = seen if g.is_float_cast(seen.node) else None
+    cast = seen if ir.is_float_cast(seen.node) else None
     if cast is not None and not _written_by_user(cast.node):
         if phase == "forward":
             return _of_cast(probe, cast, of)
         readers = [s for s in probe.readers(cast.node) if s.gradient is not None]
         seen = readers[-1] if readers else seen
     node = seen.node
-    op = g.op_name(node).removeprefix("higher_order::")
+    op = ir.op_name(node).removeprefix("higher_order::")
     maker = probe.seen.get(cast.sources[0]) if phase == "backward" and cast is not None and cast.sources else None
     dtype = next((t.dtype for t in _tensors(maker or seen)), None)  # the gradient of a cast has the dtype of its input
     name = "" if dtype is None else dtype_name(dtype)
@@ -137,9 +137,9 @@ def _of_op(probe: Probe, phase: str, seen: Seen, known: Circumstances, of: str) 
     made = "gives" if phase == "forward" else "gives, in its backward,"
     what = "a custom autograd function" if op == "autograd_function_apply" else op
     text = f"The first value that is not finite{of}: {what} ({name}) {made} {value}."
-    module = g.module_path(node)
+    module = ir.module_path(node)
     if maker is not None and not known.finite_unscaled:
-        place, by = g.module_path(maker.node), g.op_name(maker.node)
+        place, by = ir.module_path(maker.node), ir.op_name(maker.node)
         lists = [f"exclude=['{place}']"] * bool(place) + [f"black_list=['{by}']"] + ["dtype=torch.bfloat16"]
         advice = f"The gradient does not fit {name} where it goes back to {by}: {', or '.join(lists)}."
     else:
@@ -153,7 +153,7 @@ def _of_cast(probe: Probe, cast: Seen, of: str) -> _Answer:
     readers = probe.readers(cast.node)
     reader, low = (readers[0].node if readers else cast.node), dtype_name(cast.result.dtype)
     is_input = maker.node.op == "placeholder"
-    op, module = ("" if is_input else g.op_name(maker.node)), g.module_path(maker.node)
+    op, module = ("" if is_input else ir.op_name(maker.node)), ir.module_path(maker.node)
     if is_input:
         largest_value = f"{largest(maker.result):.3g}"
         text = f"{_argument(maker.node.name)} holds numbers up to {largest_value}, which {low} cannot hold{of}."
@@ -161,17 +161,17 @@ def _of_cast(probe: Probe, cast: Seen, of: str) -> _Answer:
         return _Answer(text, advice, "input", cast.value, dtype=low)
     text = (
         f"The first value that is not finite{of}: {op} gives up to {largest(maker.result):.3g}, which {low} cannot "
-        f"hold where {g.op_name(reader)} reads it."
+        f"hold where {ir.op_name(reader)} reads it."
     )
-    place = g.module_path(reader)
+    place = ir.module_path(reader)
     keep = f"exclude=['{place}'] or " if place else ""
-    advice = f"Keep the reader in fp32: {keep}black_list=['{g.op_name(reader)}']"
+    advice = f"Keep the reader in fp32: {keep}black_list=['{ir.op_name(reader)}']"
     advice += ", or use dtype=torch.bfloat16." if low == "float16" else "."
     return _Answer(text, advice, "forward", cast.value, op, module, _source(maker.node), low)
 
 
 def _written_by_user(node: fx.Node) -> bool:
-    known = g.decision(node)
+    known = ir.decision(node)
     return known is None or known.rule != "inserted"
 
 
@@ -196,9 +196,9 @@ def _inputs(probe: Probe, seen: Seen) -> str:
 
 def _source(node: fx.Node) -> str:
     """The user's line; Dynamo names the rest of a function after a graph break in its own way."""
-    if f"{os.sep}amp_compiler{os.sep}training{os.sep}" in g.source_line(node):
+    if f"{os.sep}amp_compiler{os.sep}training{os.sep}" in ir.source_line(node):
         return "the loss function"  # one of torch's own, called by us
-    return re.sub(r"torch_dynamo_resume_in_(\w+?)_at_\d+", r"\1", g.source_line(node))
+    return re.sub(r"torch_dynamo_resume_in_(\w+?)_at_\d+", r"\1", ir.source_line(node))
 
 
 def _advice(phase: str, seen: Seen, op: str, module: str, dtype: str, known: Circumstances) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..scopes import original_of
+from ..policy.scopes import original_of
 
 
 class Owner:

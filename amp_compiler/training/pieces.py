@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..backend import Backend, Captured, Options, State
 from ..kernels.unscale import unscale_
+from ..runtime.backend import Backend, Captured, Options, State
 from .owner import Owner
 from .probe import Probe
 from .results import Answer, check_loss

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from .. import graph as g
+from .. import ir
 
 #: ops that put a number where a mask says: an infinite one is meant
 _MARKERS = frozenset(
@@ -74,7 +74,7 @@ class Probe:
     def watch(self, node: fx.Node, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = [t for t in pytree.tree_leaves(result) if is_float(t)]
         sources = [n for n in node.all_input_nodes if n.op != "get_attr" or n in self.seen]
-        if node.op == "placeholder" or g.is_higher_order(node):
+        if node.op == "placeholder" or ir.is_higher_order(node):
             inner = [self.made[id(t)] for t in tensors if id(t) in self.made]
             if node.op == "placeholder":
                 for source in inner:
@@ -97,9 +97,9 @@ class Probe:
         if causes:
             return all(s.meant for s in causes)
         if seen.node.op == "placeholder":
-            return not seen.node.meta.get(g.PARAMETER) and _masks(seen.result)
+            return not seen.node.meta.get(ir.PARAMETER) and _masks(seen.result)
         literal = any(isinstance(x, float) and math.isinf(x) for x in pytree.tree_leaves((seen.args, seen.kwargs)))
-        return seen.node.op == "get_attr" or (literal and g.op_name(seen.node).rstrip("_") in _MARKERS)
+        return seen.node.op == "get_attr" or (literal and ir.op_name(seen.node).rstrip("_") in _MARKERS)
 
     def _sources(self, seen: Seen) -> Iterator[Seen]:
         return (self.seen[n] for n in seen.sources if n in self.seen)
@@ -132,7 +132,7 @@ class Probe:
 
     def readers(self, node: fx.Node) -> list[Seen]:
         """The values that were computed from this one, in whichever graph."""
-        found = [self.seen[u] for u in node.users if u in self.seen and not g.is_higher_order(u)]
+        found = [self.seen[u] for u in node.users if u in self.seen and not ir.is_higher_order(u)]
         for other in self.read_on.get(node, []):
             found += self.readers(other)
         return found or [self.seen[u] for u in node.users if u in self.seen]
@@ -153,7 +153,7 @@ class _Watching(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        if n.op == "call_function" and g.op_name(n) in _TRANSPARENT:
+        if n.op == "call_function" and ir.op_name(n) in _TRANSPARENT:
             bodies = [a for a in args if isinstance(a, fx.GraphModule)]
             result = _Watching(bodies[0], self.probe).run(*args[args.index(bodies[0]) + 1 :])
         else:
@@ -206,7 +206,7 @@ def alone_is_finite(seen: Seen, dtype: torch.dtype | None, phase: str) -> bool |
 
     def own(value: Any) -> Any:
         if not is_float(value):
-            return dtype if dtype is not None and value in g.LOW_DTYPES else value
+            return dtype if dtype is not None and value in ir.LOW_DTYPES else value
         copy = value.detach().to(dtype or value.dtype, copy=True)
         return copy.requires_grad_(value.requires_grad)
 

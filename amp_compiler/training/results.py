@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..errors import ArgumentError
+from ..common.errors import ArgumentError
 from ..policy import dtype_name
 
 

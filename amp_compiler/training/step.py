@@ -13,21 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .. import pipeline
-from ..arguments import call_arguments, check_request
-from ..backend import Captured, Options, State
 from ..capture.dynamo import is_capture_failure, with_own_code
+from ..common.errors import AmpWarning, ArgumentError, CaptureError, PipelineError, VerifyError
 from ..compile import AmpMethod, AmpModule
-from ..errors import AmpWarning, ArgumentError, CaptureError, PipelineError, VerifyError
+from ..inspect.report import Report
 from ..kernels.all_finite import all_finite
 from ..kernels.norm import total_norm
-from ..ops.names import OpLike
 from ..policy import Policy, dtype_name
-from ..report import Report
-from ..scalers import DynamicLossScaler, LossScaler, StaticLossScaler
-from ..update import apply_update
-from ..verify import deep_by_default
-from ..work import Work
+from ..policy.ops.names import OpLike
+from ..rewrite.pipeline import Record
+from ..rewrite.verify import deep_by_default
+from ..runtime.arguments import call_arguments, check_request
+from ..runtime.backend import Captured, Options, State
+from ..runtime.work import Work
 from . import checkpoint
 from .failures import is_ours, needs_autograd, reason_of, users_mistake
 from .loss_watch import LossWatch
@@ -37,7 +35,9 @@ from .pieces import PieceBackend, Pieces
 from .probe import Probe
 from .rerun import explain_last_update
 from .results import Answer, StepResult, check_loss_fn, detached, split
+from .scalers import DynamicLossScaler, LossScaler, StaticLossScaler
 from .stuck import warn_if_stuck
+from .update import apply_update
 from .whole import WholeStep
 from .window import Batch, Window, multiply_, rng_state
 
@@ -367,7 +367,7 @@ class TrainStep:
         return [piece.joint for piece in self._state.pieces if piece.joint is not None]
 
     @property
-    def history(self) -> list[pipeline.Record]:
+    def history(self) -> list[Record]:
         """Every stage of every graph: name, seconds, modified, text; the joint graph's too."""
         return list(self._state.history)
 

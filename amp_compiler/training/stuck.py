@@ -9,10 +9,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 
-from ..backend import first_line, users_frame
-from ..errors import AmpWarning
-from ..scalers import LossScaler
+from ..common.errors import AmpWarning
+from ..runtime.backend import first_line, users_frame
 from .overflow import Overflow
+from .scalers import LossScaler
 
 
 def warn_if_stuck(scaler: LossScaler, explain: Callable[[], Overflow], *, waited: bool) -> None:

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from .. import graph as g
-from .. import pipeline
-from ..backend import Backend, Options, Piece, State, resolve_backend
+from .. import ir
 from ..capture.autodiff import compile_joint, copy_graph, decompositions_for, joint_graph
 from ..capture.dynamo import assigned_attributes, input_sources
-from ..errors import CaptureError
-from ..passes.base import Context
-from ..report import cast_totals, graph_rows, kernel_counts
+from ..common.errors import CaptureError
+from ..inspect.report import cast_totals, graph_rows, kernel_counts
+from ..passes import order
+from ..rewrite.base import Context
+from ..runtime.backend import Backend, Options, Piece, State, resolve_backend
 from .owner import Owner
 from .probe import Probe
 from .results import check_loss
@@ -46,7 +46,7 @@ class WholeStep(Backend):
         return self.run(self.rewrite(gm, example_inputs), example_inputs)
 
     def run(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        loss = graph.meta.get(g.LOSS)
+        loss = graph.meta.get(ir.LOSS)
         if loss is None:
             raise CaptureError("no tensor was returned as the loss")
         check_loss(_output(graph, loss), self.owner.loss_fn)
@@ -59,21 +59,21 @@ class WholeStep(Backend):
         joint = joint_graph(forward, example_inputs, own, decompositions_for(backend))
         places = [n for n in graph.graph.nodes if n.op == "placeholder"]
         for node in joint.graph.nodes:
-            if node.op == "placeholder" and node.meta[g.ROLE].kind == "primal":
-                node._rename(places[node.meta[g.ROLE].index].name)
-        joint.meta[g.PARAMETER] = {i for i, n in enumerate(places) if n.meta.get(g.PARAMETER)}
+            if node.op == "placeholder" and node.meta[ir.ROLE].kind == "primal":
+                node._rename(places[node.meta[ir.ROLE].index].name)
+        joint.meta[ir.PARAMETER] = {i for i, n in enumerate(places) if n.meta.get(ir.PARAMETER)}
 
         off = list(self.options.disable_passes)
         if self.window.scale is None:
             off.append("scale_loss")
         if any("recompute" in n.meta for n in joint.graph.nodes):  # torch's partitioner takes functional graphs only
             off += ["accumulate_in_place", "unscale_in_place"]
-        steps = pipeline.build(off, backend, accumulating=self.window.size > 1)
+        steps = order.build(off, backend, accumulating=self.window.size > 1)
         ctx = Context(self.options.policy, self.options.keep_output_dtypes, backend=backend)
         steps.step.run(joint, ctx, self.state.history, graph="joint")
         if self.window.scale is None:
             _own_gradients(joint)
-        weights = joint.meta.get(g.WEIGHTS)
+        weights = joint.meta.get(ir.WEIGHTS)
         if weights is not None:
             steps.weights.run(weights, ctx, self.state.history, graph="weights")
         rows = graph_rows(graph, len(self.state.pieces))
@@ -93,16 +93,16 @@ def _own_gradients(joint: fx.GraphModule) -> None:
     graph = joint.graph
     last = next(iter(reversed(graph.nodes)))
     results: list[Any] = list(pytree.tree_leaves(last.args[0]))
-    classes = g.alias_classes(graph)
+    classes = ir.alias_classes(graph)
     taken = [classes[n] for n in graph.nodes if n.op == "placeholder"]
-    for place, role in enumerate(joint.meta[g.ROLE]):
+    for place, role in enumerate(joint.meta[ir.ROLE]):
         node = results[place]
-        value = g.tensor_of(node)
+        value = ir.tensor_of(node)
         expanded = value is not None and any(stride == 0 for stride in value.stride())
         if role.kind == "gradient" and (expanded or classes[node] in taken):
             with graph.inserting_before(last):
-                results[place] = g.call(
-                    graph, g.fake_mode(graph), torch.ops.aten.clone.default, (node,),
+                results[place] = ir.call(
+                    graph, ir.fake_mode(graph), torch.ops.aten.clone.default, (node,),
                     {"memory_format": torch.contiguous_format},
                 )  # fmt: skip
         taken.append(classes[node])
@@ -113,7 +113,7 @@ def _own_gradients(joint: fx.GraphModule) -> None:
 def _output(graph: fx.GraphModule, index: int) -> Any:
     last = next(iter(reversed(graph.graph.nodes)))
     node = pytree.tree_leaves(last.args[0])[index]
-    return g.tensor_of(node) if isinstance(node, fx.Node) else node
+    return ir.tensor_of(node) if isinstance(node, fx.Node) else node
 
 
 def _copy(graph: fx.GraphModule) -> fx.GraphModule:
@@ -138,12 +138,12 @@ class StepGraph:
         backend: str,
     ) -> None:
         self.names, self.attributes, self.owner, self.window = names, attributes, owner, window
-        self.inputs: list[g.Role] = [n.meta[g.ROLE] for n in joint.graph.nodes if n.op == "placeholder"]
-        self.outputs: tuple[g.Role, ...] = joint.meta[g.ROLE]
+        self.inputs: list[ir.Role] = [n.meta[ir.ROLE] for n in joint.graph.nodes if n.op == "placeholder"]
+        self.outputs: tuple[ir.Role, ...] = joint.meta[ir.ROLE]
         self.sums = [role.index for role in self.inputs if role.kind == "sum"]
-        self.restored = [role.index for role in joint.meta[g.RESTORED]]
-        (tangent,) = [n for n in joint.graph.nodes if n.op == "placeholder" and n.meta[g.ROLE].kind == "tangent"]
-        value = g.tensor_of(tangent)
+        self.restored = [role.index for role in joint.meta[ir.RESTORED]]
+        (tangent,) = [n for n in joint.graph.nodes if n.op == "placeholder" and n.meta[ir.ROLE].kind == "tangent"]
+        value = ir.tensor_of(tangent)
         assert value is not None
         self.tangent = torch.full(tuple(value.shape), 1 / window.size, dtype=value.dtype, device=value.device)
         self.constants = {r.name: constants[r.name] for r in self.inputs if r.kind == "constant"}
@@ -166,7 +166,7 @@ class StepGraph:
             window.hold(self.attributes)  # Dynamo assigns to them when this has returned
             return self._hand_on(args, results)
 
-    def _value(self, role: g.Role, args: Sequence[Any], low: Any) -> Any:
+    def _value(self, role: ir.Role, args: Sequence[Any], low: Any) -> Any:
         kind = role.kind
         if kind == "primal":
             return args[role.index]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from amp_compiler.profile import count_all
+from amp_compiler.inspect.profile import count_all
 
 
 @dataclass(frozen=True, slots=True)

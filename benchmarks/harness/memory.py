@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from amp_compiler import TrainStep
-from amp_compiler import graph as g
+from amp_compiler import TrainStep, ir
 
 _MEASURED = "measured step"  # a mark in the profiler's record
 
@@ -118,7 +117,7 @@ def saved_in_graph(step: TrainStep) -> int:
         return 0
     graph = step.joint_graphs[0].graph
     order = {node: number for number, node in enumerate(graph.nodes)}
-    (tangent,) = [n for n in graph.nodes if n.op == "placeholder" and n.meta[g.ROLE].kind == "tangent"]
+    (tangent,) = [n for n in graph.nodes if n.op == "placeholder" and n.meta[ir.ROLE].kind == "tangent"]
     border = min(order[user] for user in tangent.users)
     kept = {
         _base(argument)
@@ -127,14 +126,14 @@ def saved_in_graph(step: TrainStep) -> int:
         for argument in node.all_input_nodes
         if order[argument] < border
     }
-    counted = (n for n in kept if n.op == "call_function" or (n.op == "placeholder" and n.meta[g.ROLE].kind == "low"))
-    return sum(g.nbytes(value) for n in counted for value in g.tensor_outputs(n) if value is not None)
+    counted = (n for n in kept if n.op == "call_function" or (n.op == "placeholder" and n.meta[ir.ROLE].kind == "low"))
+    return sum(ir.nbytes(value) for n in counted for value in ir.tensor_outputs(n) if value is not None)
 
 
 def _base(node: fx.Node) -> fx.Node:
     """The node whose memory `node` shows: through views, and through getitem of them."""
     while node.op == "call_function":
-        if g.is_getitem(node):
+        if ir.is_getitem(node):
             source = node.all_input_nodes[0]
             if not _is_view(source):
                 return node  # one result of an op with several

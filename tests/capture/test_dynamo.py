@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from amp_compiler import AmpModule, AmpWarning, Policy, amp_compile, precision
-from amp_compiler.errors import CaptureError
+from amp_compiler.common.errors import CaptureError
 from networks import NETWORKS, Quantize, Recurrent
 
 BF16, FP32 = torch.bfloat16, torch.float32

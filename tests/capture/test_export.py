@@ -9,15 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from amp_compiler import Policy, amp_compile, pipeline, precision
-from amp_compiler import graph as g
+from amp_compiler import Policy, amp_compile, ir, precision
 from amp_compiler.capture.export import Exported, capture_export
-from amp_compiler.errors import CaptureError
-from amp_compiler.ops.names import find_row
-from amp_compiler.ops.row import OpClass
-from amp_compiler.passes.base import Context
-from amp_compiler.report import Row, graph_rows
-from amp_compiler.verify import verify
+from amp_compiler.common.errors import CaptureError
+from amp_compiler.inspect.report import Row, graph_rows
+from amp_compiler.passes import order
+from amp_compiler.policy.ops.names import find_row
+from amp_compiler.policy.ops.row import OpClass
+from amp_compiler.rewrite.base import Context
+from amp_compiler.rewrite.pipeline import Record
+from amp_compiler.rewrite.verify import verify
 from networks import NETWORKS
 
 BF16 = torch.bfloat16
@@ -34,9 +35,9 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 def rewritten(captured: Exported, policy: Policy) -> list[Row]:
     """Run the forward passes on an exported graph and verify the result deeply."""
     gm = captured.graph
-    history: list[pipeline.Record] = []
+    history: list[Record] = []
     ctx = Context(policy, twin=captured.twin)
-    pipeline.build().forward.run(gm, ctx, history, graph="forward")
+    order.build().forward.run(gm, ctx, history, graph="forward")
     verify(gm, ("captured", "normalized", "assigned", "cast"), ctx, "insert_casts", deep=True)
     return graph_rows(gm, 0)
 
@@ -188,7 +189,7 @@ def test_a_parameter_used_twice_is_cast_once_in_an_exported_graph() -> None:
     captured = capture_export(nn.Sequential(fc, nn.ReLU(), fc), (torch.randn(3, 4),))
     gm = captured.graph
     rewritten(captured, Policy.default("auto", BF16))
-    casts = Counter(g.cast_source(n).name for n in gm.graph.nodes if g.is_float_cast(n))
+    casts = Counter(ir.cast_source(n).name for n in gm.graph.nodes if ir.is_float_cast(n))
     assert [count for name, count in casts.items() if name.startswith("p_")] == [1, 1]
 
 

@@ -14,9 +14,9 @@ from typer.testing import Result
 
 from amp_compiler.cli.dump import FORMATS, render
 from amp_compiler.cli.target import load
+from amp_compiler.inspect.render.json import schema
 from amp_compiler.inspection import inspect_model
 from amp_compiler.policy import Policy
-from amp_compiler.render.json import schema
 from helpers import LEVELS
 
 BERT = """

@@ -15,8 +15,8 @@ from typer.testing import Result
 
 from amp_compiler import Policy
 from amp_compiler.cli.target import DTYPES, parse_inputs
-from amp_compiler.errors import ArgumentError
-from amp_compiler.render.json import schema
+from amp_compiler.common.errors import ArgumentError
+from amp_compiler.inspect.render.json import schema
 
 Run = Callable[..., Result]
 

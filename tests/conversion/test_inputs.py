@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_compiler import convert_model
-from amp_compiler.errors import ArgumentError, CaptureError
+from amp_compiler.common.errors import ArgumentError, CaptureError
 from helpers import F16
 
 

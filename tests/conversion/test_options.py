@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.export import Dim
 
-from amp_compiler import AmpWarning, Policy, convert_model
-from amp_compiler import graph as g
-from amp_compiler.errors import ArgumentError, CaptureError, PolicyError
+from amp_compiler import AmpWarning, Policy, convert_model, ir
+from amp_compiler.common.errors import ArgumentError, CaptureError, PolicyError
 from helpers import BF16, F16, F32
 
 X = torch.randn(3, 4)
@@ -73,7 +72,7 @@ def test_the_default_dtype_on_a_cpu_is_bf16() -> None:
 def test_parameters_may_stay_fp32_and_casts_stay_in_the_graph() -> None:
     converted = block(cast_params=False)
     assert set(weights(converted).values()) == {F32}
-    casts = [n for n in converted.exported_program.graph.nodes if g.is_float_cast(n)]
+    casts = [n for n in converted.exported_program.graph.nodes if ir.is_float_cast(n)]
     assert len(casts) >= 5  # four parameters and the input
     assert torch.equal(converted(X), block()(X))
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_compiler import AmpModule, AmpWarning, amp_compile
-from amp_compiler.errors import AmpError, ArgumentError, CaptureError
+from amp_compiler.common.errors import AmpError, ArgumentError, CaptureError
 
 BF16, FP16 = torch.bfloat16, torch.float16
 Pair = namedtuple("Pair", ["left", "right"])

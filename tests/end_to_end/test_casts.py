@@ -1,8 +1,8 @@
 """Casts that really run, forward and backward, against torch.autocast in the same process.
 
 A cast is any write of float values to memory in another float dtype, whatever op does it
-(``amp_compiler.profile``). Each side runs once before it is counted. That no network casts more often than autocast
-at the same precisions is tested where their bits are compared (test_autocast_parity.py).
+(``amp_compiler.inspect.profile``). Each side runs once before it is counted. That no network casts more often than
+autocast at the same precisions is tested where their bits are compared (test_autocast_parity.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_compiler import Policy, amp_compile
-from amp_compiler.profile import CastCount
+from amp_compiler.inspect.profile import CastCount
 from helpers import training_casts
 from networks import NETWORKS, BertLike
 

@@ -19,8 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
-from amp_compiler import amp_compile, pipeline
-from amp_compiler.report import Row
+from amp_compiler import amp_compile
+from amp_compiler.inspect.report import Row
+from amp_compiler.passes import order
 from helpers import BF16, F16, F32, LOW, ExportMixed, context, each, pre_dispatch
 
 Template = Callable[[Tensor, Tensor], Tensor]
@@ -271,7 +272,7 @@ def captured() -> fx.GraphModule:
 def swept(level: str, low: torch.dtype) -> dict[str, Result]:
     """All templates after the forward passes at a level."""
     gm = copy.deepcopy(captured())
-    pipeline.build().forward.run(gm, context(level, low), [], graph="forward")
+    order.build().forward.run(gm, context(level, low), [], graph="forward")
     x, weight, m = inputs()
     weights = [weight.clone().requires_grad_() for _ in ALL]
     out = gm(x, m, *weights)
@@ -478,7 +479,7 @@ def check_constant(exponent: float, negative: bool, low: torch.dtype, level: str
         return tuple(template(F.linear(x, w), constant) for template in SIMPLE.values())
 
     gm = pre_dispatch(program, x, eye)
-    pipeline.build().forward.run(gm, context(level, low), [], graph="forward")
+    order.build().forward.run(gm, context(level, low), [], graph="forward")
     info = torch.finfo(low)
     for name, ours, fp32 in zip(SIMPLE, gm(x, eye), program(x, eye), strict=True):
         finite = fp32.isfinite()

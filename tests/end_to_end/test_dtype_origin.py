@@ -17,8 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from amp_compiler import AmpWarning, Policy, amp_compile, precision
-from amp_compiler import graph as g
+from amp_compiler import AmpWarning, Policy, amp_compile, ir, precision
 from amp_compiler.capture import twin
 from helpers import BF16, F16, F32, LOW, ExportMixed, casts, in_turn, ops, same
 from networks import RMSNorm
@@ -85,14 +84,14 @@ def constant(m: Any, x: Tensor) -> Tensor:
 def test_the_norm_of_a_llama(capture: Any) -> None:
     """Body in fp32, result back in bf16, one cast up and one down and no more."""
     _, gm, notes = capture(Program(normalized), torch.randn(4, 8))
-    inside = {g.op_name(n): g.tensor_of(n) for n in gm.graph.nodes if g.module_path(n) == "norm"}
+    inside = {ir.op_name(n): ir.tensor_of(n) for n in gm.graph.nodes if ir.module_path(n) == "norm"}
     assert {name: v.dtype for name, v in inside.items() if v is not None and name != "to"} == {
         "pow": F32, "mean": F32, "add": F32, "rsqrt": F32, "mul": BF16,
     }  # fmt: skip
     (first, last) = (n for n in ops(gm, "mul"))
-    assert (g.dtype_of(first), g.dtype_of(last)) == (F32, BF16)
-    of_activations = [n for n in casts(gm) if g.cast_source(n).op == "call_function"]
-    names = [(g.op_name(g.cast_source(n)), g.cast_dtype(n)) for n in of_activations]
+    assert (ir.dtype_of(first), ir.dtype_of(last)) == (F32, BF16)
+    of_activations = [n for n in casts(gm) if ir.cast_source(n).op == "call_function"]
+    names = [(ir.op_name(ir.cast_source(n)), ir.cast_dtype(n)) for n in of_activations]
     assert names == [("linear", F32), ("mul", BF16), ("linear", F32)]  # up, down, and the model's output
     assert notes == []
 
@@ -109,7 +108,7 @@ def test_as_the_low_model_would_do_it(capture: Any, step: Any, dtype: torch.dtyp
     error = (run(x) - low).abs().max() / low.abs().max()
     assert error <= 8 * torch.finfo(dtype).eps
     last = ops(gm, "linear")[-1].args[0]
-    assert not g.is_cast(last) or g.origin(last) is not None  # what reaches the last layer is low already
+    assert not ir.is_cast(last) or ir.origin(last) is not None  # what reaches the last layer is low already
     assert notes == []
 
 
@@ -120,7 +119,7 @@ def test_an_explicit_cast_is_fp32_at_every_level(capture: Any) -> None:
 
     for level in ("O1", "auto", "O2", "O3"):
         _, gm, _ = capture(Program(step), torch.randn(4, 8), level=level)
-        assert {g.dtype_of(n) for op in ("add", "mul") for n in ops(gm, op)} == {F32}, level
+        assert {ir.dtype_of(n) for op in ("add", "mul") for n in ops(gm, op)} == {F32}, level
 
 
 @FRONT_ENDS
@@ -134,14 +133,14 @@ def test_a_product_of_two_explicit_casts_is_fp32(capture: Any) -> None:
     for level in ("O1", "auto", "O2", "O3"):
         _, gm, _ = capture(Program(step), torch.randn(4, 8), level=level)
         angles, applied = ops(gm, "matmul")
-        assert (g.dtype_of(angles), g.dtype_of(applied)) == (F32, BF16), level
+        assert (ir.dtype_of(angles), ir.dtype_of(applied)) == (F32, BF16), level
 
 
 @FRONT_ENDS
 def test_one_explicit_operand_does_not_stop_a_linear_layer(capture: Any) -> None:
     """``self.fc(x.float())`` is written for autocast; the weight is the policy's."""
     _, gm, notes = capture(Program(lambda m, x: m.first(x.float())), torch.randn(4, 8))
-    assert [g.dtype_of(n) for n in ops(gm, "linear")] == [BF16] * 3
+    assert [ir.dtype_of(n) for n in ops(gm, "linear")] == [BF16] * 3
     assert notes == []
 
 
@@ -159,9 +158,9 @@ def test_back_to_where_it_came_from_at_auto(capture: Any) -> None:
             return self.norm_low(self.fc(x)) + x
 
     _, gm, _ = capture(Block(), torch.randn(4, 8), level="auto")
-    downs = [n for n in gm.graph.nodes if g.is_cast(n) and g.decision(n).rule == "follows"]
-    assert [g.module_path(n) for n in downs] == ["norm_low"]  # in fp32 there is nothing left to cast
-    assert [g.cast_dtype(n) for n in downs] == [BF16]
+    downs = [n for n in gm.graph.nodes if ir.is_cast(n) and ir.decision(n).rule == "follows"]
+    assert [ir.module_path(n) for n in downs] == ["norm_low"]  # in fp32 there is nothing left to cast
+    assert [ir.cast_dtype(n) for n in downs] == [BF16]
 
 
 @FRONT_ENDS
@@ -177,8 +176,8 @@ def test_limits_are_those_of_the_dtype(capture: Any, dtype: torch.dtype) -> None
     assert fill.args[2] == info.min
     assert clamp.args[1] == info.min / 2
     assert mul.args[1] == info.eps
-    assert all(g.dtype_of(n) is dtype for n in (fill, clamp, mul))
-    assert "limit of its dtype" in g.decision(fill).reason
+    assert all(ir.dtype_of(n) is dtype for n in (fill, clamp, mul))
+    assert "limit of its dtype" in ir.decision(fill).reason
     assert run(torch.randn(4, 8)).isfinite().all()
 
 
@@ -195,7 +194,7 @@ def test_attention_masks_are_finite(capture: Any, level: str, dtype: torch.dtype
         return F.scaled_dot_product_attention(q, q, q, attn_mask=mask).reshape(x.shape)
 
     run, gm, _ = capture(Program(step), torch.randn(4, 8), level=level, dtype=dtype)
-    assert g.dtype_of(ops(gm, "scaled_dot_product_attention")[0]) is dtype
+    assert ir.dtype_of(ops(gm, "scaled_dot_product_attention")[0]) is dtype
     assert run(torch.randn(4, 8)).isfinite().all()
 
 
@@ -239,20 +238,20 @@ def quietly(capture: Any, module: nn.Module, dtype: torch.dtype) -> Any:
 @FRONT_ENDS
 def test_a_branch_on_the_dtype_is_conservative_and_named(capture: Any) -> None:
     _, gm, notes = quietly(capture, Guarded(), F16)
-    assert [g.dtype_of(n) for n in (*ops(gm, "mul"), *ops(gm, "add"))] == [F32, F16]  # only what was guarded
+    assert [ir.dtype_of(n) for n in (*ops(gm, "mul"), *ops(gm, "add"))] == [F32, F16]  # only what was guarded
     assert len(notes) == 1
     assert "y = x * 2" in notes[0]
     assert "y = y.clamp(-1000, 1000)" in notes[0]
     assert "stays in fp32" in notes[0]
     _, gm, notes = quietly(capture, Guarded(), BF16)
-    assert [g.dtype_of(n) for n in (*ops(gm, "mul"), *ops(gm, "add"))] == [BF16, BF16]
+    assert [ir.dtype_of(n) for n in (*ops(gm, "mul"), *ops(gm, "add"))] == [BF16, BF16]
     assert notes == []
 
 
 @FRONT_ENDS
 def test_code_for_fp32_alone_stays_fp32(capture: Any) -> None:
     _, gm, notes = quietly(capture, ForFp32(), BF16)
-    assert [g.dtype_of(n) for n in (*ops(gm, "mul"), *ops(gm, "add"))] == [F32, BF16]
+    assert [ir.dtype_of(n) for n in (*ops(gm, "mul"), *ops(gm, "add"))] == [F32, BF16]
     assert "x = x * 3" in notes[0]
 
 
@@ -279,7 +278,7 @@ def test_a_cast_in_fp32_is_not_taken_for_its_input(capture: Any) -> None:
         return (x * 2).to(x.dtype) + (y * 3).to(x.dtype)
 
     _, gm, _ = capture(Program(step), torch.randn(4, 8))
-    by_scalar = {n.args[1]: g.dtype_of(n) for n in ops(gm, "mul")}
+    by_scalar = {n.args[1]: ir.dtype_of(n) for n in ops(gm, "mul")}
     assert by_scalar == {2: BF16, 3: F32}
 
 
@@ -291,7 +290,7 @@ def test_a_scope_says_what_follows(capture: Any) -> None:
         return y.to(x.dtype)
 
     _, gm, _ = capture(Program(step), torch.randn(4, 8))
-    assert [g.dtype_of(n) for op in ("mul", "add") for n in ops(gm, op)] == [F32, F32]
+    assert [ir.dtype_of(n) for op in ("mul", "add") for n in ops(gm, op)] == [F32, F32]
 
 
 # ------------------------------------------------------------------------------------------- the twin itself
@@ -374,7 +373,7 @@ def test_without_a_twin_the_model_still_runs(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.warns(AmpWarning, match=r"could not be traced in float16.*no way"):
         out = compiled(x)
     torch.testing.assert_close(out, model(x), rtol=0.02, atol=8 * torch.finfo(F16).eps)
-    assert {g.dtype_of(n) for n in ops(compiled.graphs[0], "mul")} == {F32}
+    assert {ir.dtype_of(n) for n in ops(compiled.graphs[0], "mul")} == {F32}
 
 
 def test_across_graph_breaks_and_sizes() -> None:
@@ -396,7 +395,7 @@ def test_across_graph_breaks_and_sizes() -> None:
     assert len(compiled.graphs) == 4  # two pieces, with a fixed and with a symbolic size
     for gm in compiled.graphs:
         first, last = ops(gm, "mul")
-        assert (g.dtype_of(first), g.dtype_of(last)) == (F32, BF16)
+        assert (ir.dtype_of(first), ir.dtype_of(last)) == (F32, BF16)
 
 
 def test_o0_and_a_switched_off_pass_have_no_twin() -> None:
@@ -404,7 +403,7 @@ def test_o0_and_a_switched_off_pass_have_no_twin() -> None:
     assert torch.equal(amp_compile(model, "O0", backend="eager")(x), model(x))
     off = amp_compile(model, dtype=BF16, backend="eager", disable_passes=["mark_dtype_origin"])
     off(x)
-    assert {g.dtype_of(n) for n in ops(off.graphs[0], "mul")} == {F32}
+    assert {ir.dtype_of(n) for n in ops(off.graphs[0], "mul")} == {F32}
 
 
 def test_the_reason_is_in_the_report() -> None:

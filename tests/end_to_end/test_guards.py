@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,15 +22,14 @@ from torch import Tensor, fx, nn
 from torch._functorch import partitioners
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from amp_compiler import AmpModule, AmpWarning, Policy, amp_compile, constants, decisions, memory, pipeline, precision
+from amp_compiler import AmpModule, AmpWarning, Policy, amp_compile, ir, precision
 from amp_compiler import compile as compile_
-from amp_compiler import graph as g
-from amp_compiler.backend import Captured
 from amp_compiler.capture import autodiff, dynamo, export, lower, recurrent, twin
-from amp_compiler.errors import VerifyError
-from amp_compiler.graph import Decision, Mode
-from amp_compiler.ops.row import Row
-from amp_compiler.passes import assign_precision, fold_casts, insert_casts, mark_dtype_origin, normalize
+from amp_compiler.common.errors import VerifyError
+from amp_compiler.ir import Decision, Mode, constants, decisions, memory
+from amp_compiler.passes import assign_precision, fold_casts, insert_casts, mark_dtype_origin, normalize, order
+from amp_compiler.policy.ops.row import Row
+from amp_compiler.runtime.backend import Captured
 from helpers import BF16, F16, F32, ExportMixed, casts, context, exported, functional, ops, pre_dispatch, same
 
 Removal = Callable[[pytest.MonkeyPatch], None]
@@ -61,8 +61,15 @@ def trap(name: str, removal: Removal, noticed: type[Exception] | None = None, sa
 
 def gives(owner: Any, name: str, value: Any = None) -> Removal:
     """The function gives ``value`` and does nothing."""
-    assert callable(getattr(owner, name))
-    return lambda patch: patch.setattr(owner, name, lambda *args, **kwargs: copy.copy(value))
+    real = getattr(owner, name)
+    assert callable(real)
+
+    def remove(patch: pytest.MonkeyPatch) -> None:
+        held = [m for key, m in list(sys.modules.items()) if key.startswith("amp_compiler.ir")]
+        for place in {id(o): o for o in (owner, *(m for m in held if getattr(m, name, None) is real))}.values():
+            patch.setattr(place, name, lambda *args, **kwargs: copy.copy(value))
+
+    return remove
 
 
 def becomes(owner: Any, name: str, value: Any) -> Removal:
@@ -89,7 +96,7 @@ def rewritten(
     """A function after the forward passes, without Dynamo; with ``torch_lists`` as torch.autocast would run it."""
     gm = pre_dispatch(fn, *inputs, parameters=parameters)
     policy = Policy.torch("cpu", dtype) if torch_lists else Policy(level, dtype)
-    pipeline.build().forward.run(gm, context(policy=policy, keep=not torch_lists), [], graph="forward")
+    order.build().forward.run(gm, context(policy=policy, keep=not torch_lists), [], graph="forward")
     return gm
 
 
@@ -117,7 +124,7 @@ def through(front: str, model: nn.Module, *args: Tensor, level: str = "O2", dtyp
 
 
 def precisions(gm: Any, *names: str) -> list[torch.dtype | None]:
-    return [g.dtype_of(n) for _, inner in g.all_graphs(gm) for name in names for n in ops(inner, name)]
+    return [ir.dtype_of(n) for _, inner in ir.all_graphs(gm) for name in names for n in ops(inner, name)]
 
 
 class Does(nn.Module):
@@ -136,7 +143,7 @@ class Does(nn.Module):
 # ------------------------------------------------------------------------------------------ §4: written to
 
 
-@trap("in-place op", gives(g, "mutated_args", frozenset()))
+@trap("in-place op", gives(ir, "mutated_args", frozenset()))
 def in_place() -> None:
     def fn(x: Tensor, w: Tensor) -> Tensor:
         x.addcmul_(w, w)
@@ -146,7 +153,7 @@ def in_place() -> None:
 
 
 @trap("view of a mutated tensor", gives(memory.Memory, "is_view", False))
-@trap("view of a mutated tensor: what is written", gives(g, "written_nodes", set()))
+@trap("view of a mutated tensor: what is written", gives(ir, "written_nodes", set()))
 def view() -> None:
     def fn(x: Tensor, w: Tensor) -> Tensor:
         y = x @ w
@@ -168,7 +175,7 @@ def cast_as_view() -> None:
     as_in_fp32(fn, ints(4, 4), ints(4, 4, seed=1))
 
 
-@trap("a cast that made a copy, and is written to", gives(g, "written_nodes", set()))
+@trap("a cast that made a copy, and is written to", gives(ir, "written_nodes", set()))
 def copy_written() -> None:
     def fn(x: Tensor, w: Tensor) -> Any:
         y = x @ w
@@ -179,7 +186,7 @@ def copy_written() -> None:
     as_in_fp32(fn, ints(4, 4), ints(4, 4, seed=1))
 
 
-@trap("a parameter that is written between two uses", gives(g, "written_nodes", set()))
+@trap("a parameter that is written between two uses", gives(ir, "written_nodes", set()))
 def parameter_written() -> None:
     def fn(x: Tensor, w: Tensor) -> Any:
         first = x @ w
@@ -216,7 +223,7 @@ class Tied(nn.Module):
 @trap("shared weights, export", gives(insert_casts, "_is_parameter", False), front="export")
 def shared_weights(front: str) -> None:
     _, gm, _ = through(front, Tied(), normal(2, 4))
-    assert len([n for n in casts(gm) if "weight" in g.cast_source(n).name]) == 1
+    assert len([n for n in casts(gm) if "weight" in ir.cast_source(n).name]) == 1
 
 
 # --------------------------------------------------------------------------------------------- §4: constants
@@ -255,7 +262,7 @@ def written_constant() -> None:
     finite(lambda y: y.add_(1e9) * 1.0)
 
 
-@trap("constant: integers that a low dtype cannot tell apart", gives(g, "has_integer_operand", False))
+@trap("constant: integers that a low dtype cannot tell apart", gives(ir, "has_integer_operand", False))
 def positions() -> None:
     x, at = torch.ones(4), torch.tensor([256, 257, 258, 259])
     as_in_fp32(lambda x, at: x * at, x, at)
@@ -281,7 +288,7 @@ def several_outputs() -> None:
     assert precisions(gm, "getitem", "exp") == [BF16, BF16, F32]
 
 
-@trap("multi-output op: indices", gives(g, "answers", False))
+@trap("multi-output op: indices", gives(ir, "answers", False))
 def indices() -> None:
     def fn(x: Tensor) -> Any:
         return x.sort().indices
@@ -291,13 +298,13 @@ def indices() -> None:
 
 
 def drop_none(patch: pytest.MonkeyPatch) -> None:
-    real = g.map_tensor_args
+    real = ir.map_tensor_args
 
     def map_tensor_args(node: Any, change: Any) -> None:
         node.args = tuple([v for v in a if v is not None] if isinstance(a, (list, tuple)) else a for a in node.args)
         real(node, change)
 
-    patch.setattr(g, "map_tensor_args", map_tensor_args)
+    patch.setattr(ir, "map_tensor_args", map_tensor_args)
 
 
 @trap("None arguments", drop_none)
@@ -449,7 +456,7 @@ class Branches(nn.Module):
 
 
 def open_border(gm: Any, node: Any, known: Decision) -> bool:
-    return any([insert_casts._insert(inner, keep_outputs=False) for _, inner in g.subgraphs(gm, node)])
+    return any([insert_casts._insert(inner, keep_outputs=False) for _, inner in ir.subgraphs(gm, node)])
 
 
 @trap("torch.cond: its branches", gives(insert_casts, "_bodies", False), front="dynamo")
@@ -492,7 +499,7 @@ def forget_regions(patch: pytest.MonkeyPatch) -> None:
     def regions(gm: Any, *context: Any) -> bool:
         found = real(gm, *context)
         for node in gm.graph.nodes:
-            node.meta.pop(g.REGION, None)
+            node.meta.pop(ir.REGION, None)
         return found
 
     patch.setattr(normalize, "_regions", regions)
@@ -546,7 +553,7 @@ def users_autocast_backward() -> None:
 def users_autocast_export() -> None:
     with torch.autocast("cpu", dtype=BF16):
         gm = exported(nn.Linear(4, 4), normal(4, 4))
-    assert [v.dtype for n in gm.graph.nodes for v in g.tensor_outputs(n)] == [F32] * 4
+    assert [v.dtype for n in gm.graph.nodes for v in ir.tensor_outputs(n)] == [F32] * 4
 
 
 # ------------------------------------------------------------------------------------------- §2: front ends
@@ -776,7 +783,7 @@ def fill(m: Any, y: Tensor) -> Tensor:
 def limits(front: str) -> None:
     run, gm, _ = through(front, Does(fill), normal(4, 4), dtype=F16)
     (node,) = ops(gm, "masked_fill")
-    assert (node.args[2], g.dtype_of(node)) == (torch.finfo(F16).min, F16)
+    assert (node.args[2], ir.dtype_of(node)) == (torch.finfo(F16).min, F16)
     assert run(normal(4, 4)).isfinite().all()
 
 
@@ -830,7 +837,7 @@ def output_dtypes() -> None:
     assert rewritten(lambda x: x @ x, ints(4, 4))(ints(4, 4)).dtype is F32
 
 
-@trap("fold: a rounding stays", gives(g, "lossless", True))
+@trap("fold: a rounding stays", gives(ir, "lossless", True))
 def rounding() -> None:
     def fn(x: Tensor) -> Tensor:
         return x.to(BF16).to(F32) + 1

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from amp_compiler import Policy, amp_compile, count_casts
+from amp_compiler.inspect.profile import count_ops
 from amp_compiler.kernels import cast_matmul, cpu
-from amp_compiler.profile import count_ops
 from helpers import BF16, F16, LOW
 from networks import NETWORKS
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.func import grad, jvp, vmap
 
 from amp_compiler import AmpWarning, Policy, amp_compile
-from amp_compiler.errors import ArgumentError
+from amp_compiler.common.errors import ArgumentError
 
 
 @pytest.mark.parametrize("make", [lambda p: torch.optim.Adam(p, 0.1), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)],

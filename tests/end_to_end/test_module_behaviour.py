@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_compiler import AmpModule, AmpWarning, Policy, amp_compile
-from amp_compiler.errors import AmpError
+from amp_compiler.common.errors import AmpError
 
 BF16 = torch.bfloat16
 

@@ -21,9 +21,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_compiler import AmpWarning, Policy, amp_compile, precision
-from amp_compiler import graph as g
-from amp_compiler.verify import verify
+from amp_compiler import AmpWarning, Policy, amp_compile, ir, precision
+from amp_compiler.rewrite.verify import verify
 from helpers import BF16, F16, F32, FORWARD, ExportMixed, context, pre_dispatch
 
 LEVELS = ("O1", "auto", "O2", "O3")
@@ -617,7 +616,8 @@ def test_every_view_and_every_write_of_a_low_tensor(what: str, level: str, dtype
     gm = rewritten(program, (x, w, i, j), level, dtype)
     found = gm(x.clone(), w, i, j)
     assert [t for t, a, b in zip(texts, found, expected, strict=True) if not torch.equal(a, b)] == []
-    low = [n for n in gm.graph.nodes if n.op == "call_function" and g.op_name(n) == "linear" and g.dtype_of(n) is dtype]
+    calls = [n for n in gm.graph.nodes if n.op == "call_function" and ir.op_name(n) == "linear"]
+    low = [n for n in calls if ir.dtype_of(n) is dtype]
     assert len(low) > len(texts) * 3 // 4, "most results must really be low"
 
 
@@ -839,7 +839,7 @@ def test_a_tied_weight_is_cast_once() -> None:
     fast = amp_compile(model, "auto", dtype=BF16, backend="eager")
     fast(ints(3, 4))
     (graph,) = fast.graphs
-    casts = [n for n in graph.graph.nodes if g.is_float_cast(n) and "fc_weight" in g.cast_source(n).name]
+    casts = [n for n in graph.graph.nodes if ir.is_float_cast(n) and "fc_weight" in ir.cast_source(n).name]
     assert len(casts) == 1
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_compiler import Policy, amp_compile, compile_train_step, convert_model, precision, set_precision
-from amp_compiler.errors import PolicyError
+from amp_compiler.common.errors import PolicyError
 
 BF16, F16 = torch.bfloat16, torch.float16
 FRONTS = ("amp_compile", "step", "convert")
@@ -313,7 +313,7 @@ def test_two_parts_as_autocast_would_run_them() -> None:
 
 
 @pytest.mark.parametrize("front", ["amp_compile", "step"])
-@pytest.mark.filterwarnings("ignore::amp_compiler.errors.AmpWarning")
+@pytest.mark.filterwarnings("ignore::amp_compiler.common.errors.AmpWarning")
 def test_a_graph_break_in_the_part(front: str) -> None:
     class Breaks(nn.Module):
         def __init__(self) -> None:

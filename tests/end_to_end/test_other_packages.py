@@ -114,7 +114,7 @@ def trainer(model: Any, folder: Path, **more: Any) -> Any:
     return Trainer(model, arguments, train_dataset=data, eval_dataset=data)
 
 
-@pytest.mark.filterwarnings("ignore::amp_compiler.errors.AmpWarning")
+@pytest.mark.filterwarnings("ignore::amp_compiler.common.errors.AmpWarning")
 def test_the_trainer_of_transformers(tiny: Any, tmp_path: Path) -> None:
     model = tiny
     before = model.head.weight.detach().clone()

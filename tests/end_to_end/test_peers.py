@@ -17,14 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from amp_compiler import AmpModule, Policy, amp_compile, pipeline
-from amp_compiler import graph as g
+from amp_compiler import AmpModule, Policy, amp_compile, ir
 from amp_compiler.capture.export import capture_export
-from amp_compiler.errors import BannedOpError, PolicyError
-from amp_compiler.ops.names import find_row
-from amp_compiler.ops.row import OpClass
-from amp_compiler.passes.base import Context
-from amp_compiler.profile import count_casts
+from amp_compiler.common.errors import BannedOpError, PolicyError
+from amp_compiler.inspect.profile import count_casts
+from amp_compiler.passes import order
+from amp_compiler.policy.ops.names import find_row
+from amp_compiler.policy.ops.row import OpClass
+from amp_compiler.rewrite.base import Context
+from amp_compiler.rewrite.pipeline import Record
 from helpers import in_turn
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -42,12 +43,12 @@ def compiled(target: Callable[..., Any], level: str = "auto", **options: Any) ->
     return module
 
 
-def stage(module: AmpModule, name: str, graph: str = "") -> pipeline.Record:
+def stage(module: AmpModule, name: str, graph: str = "") -> Record:
     """The last record of a pass."""
     return [r for r in module.history if r.name == name and r.graph.startswith(graph)][-1]
 
 
-def casts(record: pipeline.Record) -> list[str]:
+def casts(record: Record) -> list[str]:
     """The right-hand sides of all casts in a stage's text: ``x, bf16``."""
     return [line.split(" = cast(")[1].rstrip(")") for line in record.text.splitlines() if " = cast(" in line]
 
@@ -215,7 +216,7 @@ def test_branches_agree() -> None:
     rows = {row.node: row.precision for row in fast.report().rows}
     assert rows["true_graph_0.matmul"] == "bfloat16"
     assert rows["false_graph_0.exp"] == "float32"
-    returned = [n for _, gm in g.all_graphs(fast.graphs[0]) for n in gm.graph.nodes if n.op == "output"][1:]
+    returned = [n for _, gm in ir.all_graphs(fast.graphs[0]) for n in gm.graph.nodes if n.op == "output"][1:]
     assert [[v.meta["val"].dtype for v in node.args[0]] for node in returned] == [[FP32], [FP32]]
 
 
@@ -484,7 +485,7 @@ def test_order_of_nodes_does_not_matter(level: str, seed: int) -> None:
             return self.c(both) + (left * right).sum() + self.a(y)
 
     ctx = Context(Policy.default(level, BF16))
-    forward = pipeline.build().forward
+    forward = order.build().forward
     results = []
     for reorder in (False, True):
         gm = capture_export(Net(), (torch.randn(2, 4), torch.randn(2, 4))).graph
@@ -492,10 +493,10 @@ def test_order_of_nodes_does_not_matter(level: str, seed: int) -> None:
         if reorder:
             shuffled(gm, seed)
             assert [n.name for n in gm.graph.nodes] != before
-        history: list[pipeline.Record] = []
+        history: list[Record] = []
         forward.run(gm, ctx, history, graph="forward")
         decisions = {
-            n.name: (d.precision, d.out) for n in gm.graph.nodes if (d := g.decision(n)) and d.rule != "inserted"
+            n.name: (d.precision, d.out) for n in gm.graph.nodes if (d := ir.decision(n)) and d.rule != "inserted"
         }
         results.append((decisions, Counter(casts(history[-1]))))
     assert results[0] == results[1]

@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from amp_compiler import AmpWarning, amp_compile, precision, set_precision
-from amp_compiler import graph as g
-from amp_compiler.errors import ArgumentError
+from amp_compiler import AmpWarning, amp_compile, ir, precision, set_precision
+from amp_compiler.common.errors import ArgumentError
 from helpers import BF16, F16, F32, ExportMixed, ops
 
 X = torch.randn(3, 4)
@@ -133,7 +132,7 @@ def test_a_branch_that_begins_with_a_cast() -> None:
     fast = amp_compile(fn, dtype=BF16, backend="eager")
     with pytest.warns(AmpWarning, match=r"\* 2: stays in fp32.*clamp"):
         fast(X, torch.randn(4, 4))
-    assert g.dtype_of(ops(fast.graphs[0], "mul")[0]) is F32
+    assert ir.dtype_of(ops(fast.graphs[0], "mul")[0]) is F32
 
 
 class Generator(nn.Module):

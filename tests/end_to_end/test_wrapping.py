@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from amp_compiler import AmpModule, AmpWarning, amp_compile, set_precision
-from amp_compiler.errors import ArgumentError
+from amp_compiler.common.errors import ArgumentError
 
 BF16 = torch.bfloat16
 

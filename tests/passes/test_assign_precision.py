@@ -17,18 +17,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from amp_compiler import Policy, precision
-from amp_compiler import graph as g
-from amp_compiler.constants import EPS_ARGUMENTS
-from amp_compiler.errors import BannedOpError, PipelineError, VerifyError
-from amp_compiler.graph import Decision, Mode
-from amp_compiler.ops.row import OpClass, Row
-from amp_compiler.ops.table import ROWS
+from amp_compiler import Policy, ir, precision
+from amp_compiler.common.errors import BannedOpError, PipelineError, VerifyError
+from amp_compiler.ir import Decision, Mode
+from amp_compiler.ir.constants import EPS_ARGUMENTS
 from amp_compiler.passes import insert_casts
 from amp_compiler.passes.assign_precision import PASS
-from amp_compiler.passes.base import Context
-from amp_compiler.pipeline import Pipeline
-from amp_compiler.verify import verify
+from amp_compiler.policy.ops.row import OpClass, Row
+from amp_compiler.policy.ops.table import ROWS
+from amp_compiler.rewrite.base import Context
+from amp_compiler.rewrite.pipeline import Pipeline
+from amp_compiler.rewrite.verify import verify
 from helpers import (
     BF16,
     F16,
@@ -61,7 +60,7 @@ def assigned(fn: Any, *inputs: Any, ctx: Context | None = None) -> torch.fx.Grap
 def decided(gm: torch.fx.GraphModule, op: str) -> Decision:
     """The decision on the only node of an op."""
     (node,) = ops(gm, op)
-    found = g.decision(node)
+    found = ir.decision(node)
     assert found is not None
     return found
 
@@ -143,7 +142,7 @@ def first_call(row: Row, mode: Any, tensors: list[Tensor]) -> tuple[Any, list[An
 
 def low_flow(graph: torch.fx.Graph, node: torch.fx.Node) -> torch.fx.Node:
     """A value that is fp32 as traced and low by decision: the result of a LOW op."""
-    value = g.tensor_of(node)
+    value = ir.tensor_of(node)
     if value.dim() < 2:
         return node
     out = graph.call_function(aten.matmul.default, (node, node))
@@ -195,7 +194,7 @@ def test_every_class_at_every_level(level: str, low: torch.dtype) -> None:
             gm = call_graph(index, through)
             (node,) = [n for n in gm.graph.nodes if n.target is op][-1:]
             flows = {
-                F32 if through is None or g.tensor_of(a).dim() < 2 else low for _, a in g.tensor_args(node)
+                F32 if through is None or ir.tensor_of(a).dim() < 2 else low for _, a in ir.tensor_args(node)
             }
             flow = low if flows == {low} and level != "O0" else F32
             try:
@@ -204,14 +203,14 @@ def test_every_class_at_every_level(level: str, low: torch.dtype) -> None:
                 if not (row.banned and low is F16 and level == "O3"):
                     wrong.append(f"{row.name} is refused")
                 continue
-            known = g.decision(node)
+            known = ir.decision(node)
             assert known is not None
             if level == "O0":
                 if known.mode is Mode.CAST:
                     wrong.append(f"{row.name} is touched at O0")
                 continue
-            answers = any(v is not None and not v.dtype.is_floating_point for v in g.tensor_outputs(node))
-            result = g.tensor_of(node)
+            answers = any(v is not None and not v.dtype.is_floating_point for v in ir.tensor_outputs(node))
+            result = ir.tensor_of(node)
             to_scalar = result is not None and result.dim() == 0
             want = expected(row, level, low, flow, answers, to_scalar)
             if row.name in EPS_ARGUMENTS and known.rule == "constant" and (level, low) == ("O3", F16):
@@ -251,7 +250,7 @@ def test_what_runs_low_has_a_kernel_on_this_cpu(level: str, low: torch.dtype) ->
         with contextlib.suppress(BannedOpError):
             PASS.run(gm, ctx)
         node = [n for n in gm.graph.nodes if n.target is op][-1]
-        if g.decision(node).precision is low and runs(op, args, F32) and not runs(op, args, low):
+        if ir.decision(node).precision is low and runs(op, args, F32) and not runs(op, args, low):
             wrong.append(f"{row.cls.name} {row.name}")
     assert not wrong, f"{len(wrong)} ops: {', '.join(wrong)}"
 
@@ -293,7 +292,7 @@ def test_grouped_products_are_low_where_their_strides_allow_it(
 
 def test_the_reasons_of_a_small_graph() -> None:
     gm = assigned(lambda x, w: F.linear(x, w).exp().view(16) + 1, X, W, ctx=context("auto", BF16))
-    text = [line.partition("  # ") for line in g.format_graph(gm, reasons=True).splitlines()]
+    text = [line.partition("  # ") for line in ir.format_graph(gm, reasons=True).splitlines()]
     reasons = {left.split(":")[0]: right for left, _, right in text if right}
     assert list(reasons) == ["linear", "exp", "view", "add"]
     assert reasons["add"] == "follows view, which is fp32"
@@ -363,8 +362,8 @@ def test_the_reason_names_the_constant(name: str) -> None:
 )
 def test_a_constant_that_fits_changes_nothing(fn: Any) -> None:
     gm = assigned(lambda x, w, m: fn(F.linear(x, w), m), X, W, MASK)
-    assert not [n.name for n in gm.graph.nodes if (d := g.decision(n)) and d.rule == "constant"]
-    assert [n for n in gm.graph.nodes if n.op == "call_function" and g.decision(n).precision is F16][1:]
+    assert not [n.name for n in gm.graph.nodes if (d := ir.decision(n)) and d.rule == "constant"]
+    assert [n for n in gm.graph.nodes if n.op == "call_function" and ir.decision(n).precision is F16][1:]
 
 
 def test_bf16_holds_a_tiny_constant_but_not_the_fp32_minimum() -> None:
@@ -385,33 +384,33 @@ def test_fp64_complex_integer_and_sparse_are_untouched() -> None:
     d, c, i = X.double(), torch.complex(X, X), torch.ones(4, 4, dtype=torch.int64)
     gm = assigned(fn, X, W, d, c, i)
     for name, dtype in [("mul", torch.float64), ("matmul", torch.float64), ("mul_1", None), ("add_1", None)]:
-        known = g.decision(find(gm, name))
+        known = ir.decision(find(gm, name))
         assert known.mode is not Mode.CAST, name
         assert known.precision is dtype, name
-    assert g.decision(find(gm, "mul")).mode is Mode.TRACED
-    assert g.decision(find(gm, "matmul_1")).mode is not Mode.CAST
+    assert ir.decision(find(gm, "mul")).mode is Mode.TRACED
+    assert ir.decision(find(gm, "matmul_1")).mode is not Mode.CAST
 
 
 def test_sparse_operands_are_untouched() -> None:
     sparse = torch.eye(4).to_sparse()
     gm = assigned(lambda s, x: torch.sparse.mm(s, x), sparse, X)
     node = next(n for n in gm.graph.nodes if n.op == "call_function")
-    assert g.decision(node).mode is Mode.TRACED
-    assert "sparse" in g.decision(node).reason
+    assert ir.decision(node).mode is Mode.TRACED
+    assert "sparse" in ir.decision(node).reason
 
 
 def test_a_model_that_is_low_already_is_unchanged() -> None:
     x, w = X.to(F16), W.to(F16)
     ctx = context("O2", BF16)
     gm = assigned(lambda x, w: F.linear(x, w).softmax(-1).exp() + 1, x, w, ctx=ctx)
-    decisions = [g.decision(n) for n in gm.graph.nodes if n.op == "call_function"]
+    decisions = [ir.decision(n) for n in gm.graph.nodes if n.op == "call_function"]
     assert {d.rule for d in decisions} == {"already_low"}
     assert {d.out for d in decisions} == {(F16,)}
 
 
 def test_creation_and_random_ops_keep_their_dtype() -> None:
     gm = assigned(lambda x: (torch.zeros(4), torch.randn(4), torch.zeros_like(x), torch.arange(3)), X)
-    assert all(g.decision(n).mode is not Mode.CAST for n in gm.graph.nodes if n.op == "call_function")
+    assert all(ir.decision(n).mode is not Mode.CAST for n in gm.graph.nodes if n.op == "call_function")
 
 
 def test_unlisted_ops_are_kept() -> None:
@@ -448,8 +447,8 @@ def test_a_write_to_a_low_tensor_is_never_redirected_to_a_copy() -> None:
 
     gm = assigned(fn, X, W, d)
     (node,) = ops(gm, "add_")
-    (name, target), *_ = g.tensor_args(node)
-    assert insert_casts.wanted_dtype(g.decision(node), name, target, g.mutated_args(node)) is None
+    (name, target), *_ = ir.tensor_args(node)
+    assert insert_casts.wanted_dtype(ir.decision(node), name, target, ir.mutated_args(node)) is None
 
 
 def test_the_same_tensor_twice() -> None:
@@ -467,7 +466,7 @@ def test_a_shape_donor_does_not_decide_the_precision() -> None:
 def test_multiple_outputs_and_getitem() -> None:
     gm = assigned(lambda x, w: F.linear(x, w).split(2, 1), X, W)
     assert decided(gm, "split").out == (F16, F16)
-    assert g.decision(find(gm, "getitem_1")).out == (F16,)
+    assert ir.decision(find(gm, "getitem_1")).out == (F16,)
     gm = assigned(lambda x, w: F.linear(x, w).topk(2), X, W)
     assert decided(gm, "topk").out == (F16, torch.int64)
 
@@ -497,8 +496,8 @@ def test_an_explicit_dtype_wins() -> None:
 
 def test_a_cast_of_the_author_is_honoured() -> None:
     gm = assigned(lambda x, w: F.linear(x, w).float() + F.linear(x, w).to(BF16), X, W)
-    assert [g.decision(n).out for n in ops(gm, "to")] == [(F32,), (BF16,)]
-    assert {g.decision(n).rule for n in ops(gm, "to")} == {"author"}
+    assert [ir.decision(n).out for n in ops(gm, "to")] == [(F32,), (BF16,)]
+    assert {ir.decision(n).rule for n in ops(gm, "to")} == {"author"}
 
 
 def test_conditional_rules() -> None:
@@ -512,9 +511,9 @@ def test_conditional_rules() -> None:
 
     gm = assigned(fn, X, W, ctx=context(policy=policy))
     tanh, plain = ops(gm, "gelu")
-    assert g.decision(tanh).precision is F32
-    assert "approximate='tanh'" in g.decision(tanh).reason
-    assert g.decision(plain).precision is F16
+    assert ir.decision(tanh).precision is F32
+    assert "approximate='tanh'" in ir.decision(tanh).reason
+    assert ir.decision(plain).precision is F16
 
 
 def test_lists_of_the_user() -> None:
@@ -537,7 +536,7 @@ class Net(nn.Module):
 def test_module_rules_and_marks() -> None:
     def run(ctx: Context) -> list[Decision]:
         gm = check_pass(PASS, prepared(exported(Net(), X), ctx, until=PASS.name), ctx)
-        return [g.decision(n) for n in gm.graph.nodes if g.op_name(n) in ("linear", "softmax")]
+        return [ir.decision(n) for n in gm.graph.nodes if ir.op_name(n) in ("linear", "softmax")]
 
     plain = run(context("O1", BF16))
     assert [d.precision for d in plain] == [BF16, F32, BF16]
@@ -560,8 +559,8 @@ def test_regions() -> None:
     autocast_region(gm, "linear_1", "linear_1", enabled=False)
     check_pass(PASS, prepared(gm, ctx, until=PASS.name), ctx)
     assert prec(gm, "exp") is F16
-    assert [g.decision(n).precision for n in ops(gm, "linear")] == [BF16, F32]
-    assert g.decision(ops(gm, "linear")[1]).reason == "torch.autocast(enabled=False) region"
+    assert [ir.decision(n).precision for n in ops(gm, "linear")] == [BF16, F32]
+    assert ir.decision(ops(gm, "linear")[1]).reason == "torch.autocast(enabled=False) region"
 
 
 def test_an_autocast_region_chooses_the_low_dtype_only() -> None:
@@ -585,7 +584,7 @@ def test_bodies_of_cond_are_decided() -> None:
         return torch.cond(p, lambda x, w: (F.linear(x, w),), lambda x, w: (x.exp(),), (x, w))[0]
 
     gm = assigned(fn, torch.tensor(True), X, W)
-    bodies = [inner for name, inner in g.all_graphs(gm) if name]
+    bodies = [inner for name, inner in ir.all_graphs(gm) if name]
     assert [prec(bodies[0], "linear"), prec(bodies[1], "exp")] == [F16, F32]
 
 
@@ -593,12 +592,12 @@ def test_bodies_of_cond_are_decided() -> None:
 
 
 def reasons(gm: torch.fx.GraphModule) -> dict[str, str]:
-    return {n.name: g.decision(n).reason for n in gm.graph.nodes if n.op == "call_function"}
+    return {n.name: ir.decision(n).reason for n in gm.graph.nodes if n.op == "call_function"}
 
 
 def low_ops(gm: torch.fx.GraphModule) -> list[str]:
     """Names of the nodes that run low, in order."""
-    return [n.name for n in gm.graph.nodes if n.op == "call_function" and g.decision(n).precision is F16]
+    return [n.name for n in gm.graph.nodes if n.op == "call_function" and ir.decision(n).precision is F16]
 
 
 def test_what_reads_the_result_of_an_fp32_op_is_fp32_and_says_why() -> None:
@@ -626,7 +625,7 @@ def test_what_is_fp32_inside_and_low_is_not_wide_but_is_where_it_reads_a_wide_va
 
 def test_a_wide_weight_of_a_norm_is_not_rounded() -> None:
     gm = assigned(lambda x, w: F.softmax(F.linear(x, w), -1) + F.rms_norm(F.linear(x, w), (4,), w[0].exp()), X, W)
-    assert g.decision(ops(gm, "rms_norm")[0]).precision is F32
+    assert ir.decision(ops(gm, "rms_norm")[0]).precision is F32
 
 
 def test_the_lists_of_the_user_make_and_unmake_wide_values() -> None:
@@ -683,7 +682,7 @@ def test_a_returned_scalar_is_fp32_whatever_it_is_made_of() -> None:
 
 def test_constants_of_the_code_are_not_wide_but_what_is_counted_in_an_input_is() -> None:
     gm = assigned(lambda x, w, m: x * torch.arange(4.0).exp() + x / m.float().sum(-1), X, W, MASK)
-    assert [g.decision(n).precision for n in ops(gm, "mul")] == [F16]
+    assert [ir.decision(n).precision for n in ops(gm, "mul")] == [F16]
     assert prec(gm, "div") is F32
 
 
@@ -722,9 +721,9 @@ def test_wide_values_enter_and_leave_the_bodies_of_cond() -> None:
         return wide * 2, low * 2, into * 3
 
     gm = assigned(fn, torch.tensor(True), X, W)
-    bodies = [inner for name, inner in g.all_graphs(gm) if name]
+    bodies = [inner for name, inner in ir.all_graphs(gm) if name]
     assert [low_ops(body) for body in bodies] == [["add"], ["mul", "mul_1"], [], ["mul"]]
-    assert [g.decision(n).precision for n in ops(gm, "mul")] == [F32, F16, F32]
+    assert [ir.decision(n).precision for n in ops(gm, "mul")] == [F32, F16, F32]
 
 
 def test_a_loop_hands_wide_values_to_its_next_round() -> None:
@@ -735,7 +734,7 @@ def test_a_loop_hands_wide_values_to_its_next_round() -> None:
 
     ctx = context("O2", F16)
     gm = check_pass(PASS, prepared(exported(Loop(), X, W), ctx, until=PASS.name), ctx)
-    body = next(inner for name, inner in g.all_graphs(gm) if ops(inner, "exp"))
+    body = next(inner for name, inner in ir.all_graphs(gm) if ops(inner, "exp"))
     assert low_ops(body) == []
     assert prec(gm, "add") is F32
 
@@ -744,7 +743,7 @@ def test_the_verifier_finds_a_wide_value_that_is_rounded() -> None:
     ctx = context("O2", F16)
     gm = assigned(lambda x, w: x.exp() + 1, X, W, ctx=ctx)
     (add,) = ops(gm, "add")
-    g.amend(add, precision=F16, out=(F16,), rule="table")
+    ir.amend(add, precision=F16, out=(F16,), rule="table")
     with pytest.raises(VerifyError, match="rounds the fp32 result of exp"):
         verify(gm, ("assigned",), ctx, "a test")
 
@@ -793,15 +792,15 @@ def test_any_program_every_node_has_a_reason_and_no_value_changes(
 
     ctx = context(level, dtype)
     gm = prepared(pre_dispatch(fn, X, W), ctx, until=PASS.name)
-    before = g.format_graph(copy.deepcopy(gm))
+    before = ir.format_graph(copy.deepcopy(gm))
     check_pass(PASS, gm, ctx)
-    assert g.format_graph(gm) == before, "it only annotates"
+    assert ir.format_graph(gm) == before, "it only annotates"
     for node in gm.graph.nodes:
-        known = g.decision(node)
+        known = ir.decision(node)
         if node.op == "call_function":
             assert known is not None
             assert known.reason
-            assert len(known.out) == len(g.tensor_outputs(node))
-            traced = [v.dtype for v in g.tensor_outputs(node) if v is not None]
-            assert all(a is b or {a, b} <= set(g.ELIGIBLE) for a, b in zip(known.out, traced, strict=True))
+            assert len(known.out) == len(ir.tensor_outputs(node))
+            traced = [v.dtype for v in ir.tensor_outputs(node) if v is not None]
+            assert all(a is b or {a, b} <= set(ir.ELIGIBLE) for a, b in zip(known.out, traced, strict=True))
             assert known.mode is not Mode.CAST or level != "O0"

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from amp_compiler import amp_compile
-from amp_compiler.errors import PipelineError
+from amp_compiler.common.errors import PipelineError
 from amp_compiler.passes.batch_casts import LARGEST, PASS
-from amp_compiler.pipeline import Pipeline
+from amp_compiler.rewrite.pipeline import Pipeline
 from helpers import BF16, F16, casts, check_pass, functional, unchanged
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from amp_compiler import Policy
-from amp_compiler.errors import PipelineError
+from amp_compiler.common.errors import PipelineError
 from amp_compiler.passes.fold_batch_norm import PASS
-from amp_compiler.pipeline import Pipeline
+from amp_compiler.rewrite.pipeline import Pipeline
 from conversion_helpers import Weighted
 from helpers import BF16, F16, context
 

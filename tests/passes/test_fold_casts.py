@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from amp_compiler import graph as g
-from amp_compiler.errors import PipelineError, VerifyError
+from amp_compiler import ir
+from amp_compiler.common.errors import PipelineError, VerifyError
 from amp_compiler.passes.fold_casts import PASS
-from amp_compiler.pipeline import Pipeline
-from amp_compiler.verify import verify
+from amp_compiler.rewrite.pipeline import Pipeline
+from amp_compiler.rewrite.verify import verify
 from helpers import (
     BF16,
     F16,
@@ -100,7 +100,7 @@ def test_a_chain_folds_only_over_a_lossless_first_cast(
         x = torch.cat([x, torch.tensor([16777217, 33554435, 2**53 + 1]).to(source)])
     gm = functional(lambda x: x.to(through).to(target).neg(), x)
     check_pass(PASS, gm, inputs=[x], modified=folds)
-    assert len([n for n in gm.graph.nodes if g.is_cast(n)]) == 2 - folds
+    assert len([n for n in gm.graph.nodes if ir.is_cast(n)]) == 2 - folds
 
 
 def test_a_lossless_cast_with_other_readers_stays_for_them() -> None:
@@ -244,7 +244,7 @@ def test_a_cast_sinks_past_other_readers_where_that_saves_bytes() -> None:
     gm = functional(fn, x)
     check_pass(PASS, gm, inputs=[x], modified=True)
     (cast,) = casts(gm)
-    assert g.tensor_of(cast).shape == (4,)
+    assert ir.tensor_of(cast).shape == (4,)
 
 
 def test_casts_of_two_low_dtypes_do_not_sink() -> None:
@@ -413,7 +413,7 @@ def test_symbolic_sizes_fold_by_rules_1_and_2_only() -> None:
 
 def mutating(fn: Any, *inputs: Tensor) -> torch.fx.GraphModule:
     gm = functional(fn, *inputs)
-    assert any(g.mutated_args(n) for n in gm.graph.nodes), "the graph should write to an input"
+    assert any(ir.mutated_args(n) for n in gm.graph.nodes), "the graph should write to an input"
     return gm
 
 
@@ -515,9 +515,9 @@ def test_subgraphs_are_folded_too() -> None:
         return (x.float().bfloat16() + 1,)
 
     gm = functional(lambda p, x: torch.cond(p, branch, lambda x: (x * 2,), (x,))[0], torch.tensor(True), x)
-    assert sum(len(casts(inner)) for _, inner in g.all_graphs(gm)) == 2
+    assert sum(len(casts(inner)) for _, inner in ir.all_graphs(gm)) == 2
     check_pass(PASS, gm, inputs=[torch.tensor(True), x], modified=True)
-    assert sum(len(casts(inner)) for _, inner in g.all_graphs(gm)) == 0
+    assert sum(len(casts(inner)) for _, inner in ir.all_graphs(gm)) == 0
 
 
 def test_the_order_is_checked_and_so_is_the_result() -> None:
@@ -609,10 +609,10 @@ def test_any_program_keeps_its_bits_and_gains_no_cast(steps: list[Step], dtype: 
     x, y = values(4, 4, dtype=dtype), values(4, 4, seed=5)
     steps = sensible(steps, x, y)
     gm = functional(lambda x, y: interpret(steps, x, y), x, y)
-    count, written = len(casts(gm)), sum(g.nbytes(g.tensor_of(n)) for n in casts(gm))
+    count, written = len(casts(gm)), sum(ir.nbytes(ir.tensor_of(n)) for n in casts(gm))
     check_pass(PASS, gm, inputs=[x, y])
     assert len(casts(gm)) <= count
-    assert sum(g.nbytes(g.tensor_of(n)) for n in casts(gm)) <= written
+    assert sum(ir.nbytes(ir.tensor_of(n)) for n in casts(gm)) <= written
 
 
 def test_the_helpers_find_what_they_name() -> None:

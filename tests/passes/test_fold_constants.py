@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from amp_compiler import Policy
-from amp_compiler.errors import PipelineError
+from amp_compiler.common.errors import PipelineError
 from amp_compiler.passes.fold_constants import PASS
-from amp_compiler.pipeline import Pipeline
+from amp_compiler.rewrite.pipeline import Pipeline
 from conversion_helpers import Weighted
 from helpers import BF16, context, same
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from amp_compiler.errors import PipelineError, VerifyError
+from amp_compiler.common.errors import PipelineError, VerifyError
 from amp_compiler.passes.freeze_parameters import PASS
-from amp_compiler.pipeline import Pipeline
-from amp_compiler.verify import verify
+from amp_compiler.rewrite.pipeline import Pipeline
+from amp_compiler.rewrite.verify import verify
 from conversion_helpers import Weighted, stored_casts
 from helpers import BF16, F16, F32, LOW, context, find, same
 

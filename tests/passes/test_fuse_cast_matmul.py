@@ -10,12 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from amp_compiler import Policy
-from amp_compiler import graph as g
-from amp_compiler.errors import PipelineError
+from amp_compiler import Policy, ir
+from amp_compiler.common.errors import PipelineError
 from amp_compiler.kernels import cpu
 from amp_compiler.passes import fold_casts, fuse_cast_matmul, lower_kernels, scale_loss
-from amp_compiler.pipeline import Pipeline
+from amp_compiler.rewrite.pipeline import Pipeline
 from helpers import BF16, F16, F32, casts, check_pass, context, functional, step_graph
 
 X, W, B = torch.randn(4, 3), torch.randn(5, 3), torch.randn(5)
@@ -28,7 +27,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ops(gm: fx.GraphModule) -> list[str]:
-    return [g.op_name(n) for n in gm.graph.nodes if n.op == "call_function" and not g.is_getitem(n)]
+    return [ir.op_name(n) for n in gm.graph.nodes if n.op == "call_function" and not ir.is_getitem(n)]
 
 
 def folded(fn: Any, *inputs: Tensor) -> fx.GraphModule:
@@ -66,8 +65,8 @@ def test_a_low_copy_that_is_needed_elsewhere_is_read() -> None:
         return low @ w.to(BF16).t(), low.sin()
 
     gm = check_pass(FUSE, folded(fn, X, W), modified=True)
-    assert [g.cast_source(n).name for n in casts(gm)] == ["x_1"]
-    product = next(n for n in gm.graph.nodes if g.op_name(n) == "amp::cast_matmul")
+    assert [ir.cast_source(n).name for n in casts(gm)] == ["x_1"]
+    product = next(n for n in gm.graph.nodes if ir.op_name(n) == "amp::cast_matmul")
     assert product.args[0].meta["val"].dtype is BF16
     assert product.args[1].meta["val"].dtype is F32
 
@@ -78,7 +77,7 @@ def test_a_value_of_the_graph_is_not_kept_wide_for_two_readers() -> None:
         return low @ w.to(BF16).t(), low @ w.to(BF16).t() * 2
 
     gm = check_pass(FUSE, folded(fn, X, W), modified=True)
-    assert [g.cast_source(n).name for n in casts(gm)] == ["sin"]
+    assert [ir.cast_source(n).name for n in casts(gm)] == ["sin"]
 
 
 def test_fp32_products_stay() -> None:
@@ -113,15 +112,15 @@ def test_a_weight_gradient_comes_out_in_fp32() -> None:
     scale_loss.PASS.run(gm, context())
     fold_casts.PASS.run(gm, context())
     check_pass(FUSE, gm, modified=True)
-    (unscale,) = [n for n in gm.graph.nodes if g.op_name(n) == "amp::unscale"]
+    (unscale,) = [n for n in gm.graph.nodes if ir.op_name(n) == "amp::unscale"]
     assert [n.meta["val"].dtype for n in unscale.args[0]] == [F32]
-    assert all(g.cast_source(n).name not in ("p0", "p1") for n in casts(gm))
+    assert all(ir.cast_source(n).name not in ("p0", "p1") for n in casts(gm))
 
 
 def test_a_gradient_that_something_else_reads_is_rounded() -> None:
     gm = folded(lambda x, w: (lambda y: (y.float(), y.sin()))(x.to(BF16) @ w.to(BF16).t()), X, W)
     check_pass(FUSE, gm, modified=True)
-    assert next(n for n in gm.graph.nodes if g.op_name(n) == "amp::cast_matmul").meta["val"].dtype is BF16
+    assert next(n for n in gm.graph.nodes if ir.op_name(n) == "amp::cast_matmul").meta["val"].dtype is BF16
 
 
 @settings(max_examples=20)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from amp_compiler import graph as g
-from amp_compiler.errors import PipelineError, VerifyError
+from amp_compiler import ir
+from amp_compiler.common.errors import PipelineError, VerifyError
 from amp_compiler.passes import fold_casts
 from amp_compiler.passes.hoist_weight_casts import PASS
-from amp_compiler.pipeline import Pipeline
-from amp_compiler.verify import verify
+from amp_compiler.rewrite.pipeline import Pipeline
+from amp_compiler.rewrite.verify import verify
 from helpers import BF16, F16, check_pass, context, step_graph
 
 ROWS = torch.arange(6.0).reshape(2, 3) / 7
@@ -25,8 +25,8 @@ def graph(fn: object, *inputs: Tensor) -> fx.GraphModule:
 
 def run(gm: fx.GraphModule, *inputs: Tensor) -> list[Tensor]:
     """As the training step runs it: first the low copies, then the graph."""
-    weights = gm.meta.get(g.WEIGHTS)
-    places = [n.meta[g.ROLE] for n in gm.graph.nodes if n.op == "placeholder"]
+    weights = gm.meta.get(ir.WEIGHTS)
+    places = [n.meta[ir.ROLE] for n in gm.graph.nodes if n.op == "placeholder"]
     low = iter(weights(*(inputs[r.index] for r in places if r.kind == "low")) if weights is not None else ())
     return list(gm(*(next(low) if r.kind == "low" else torch.ones(()) if r.kind == "tangent" else inputs[r.index]
                      for r in places)))  # fmt: skip
@@ -41,7 +41,7 @@ def test_a_weight_is_cast_outside() -> None:
     gm = graph(lambda w, x: (x.to(BF16) @ w.to(BF16)).float().sum(), w, ROWS)
     before = [t.clone() for t in run(gm, w.detach(), ROWS)]
     check_pass(PASS, gm, modified=True)
-    assert g.format_graph(gm.meta[g.WEIGHTS]).splitlines() == [
+    assert ir.format_graph(gm.meta[ir.WEIGHTS]).splitlines() == [
         "input p0: f32[3, 2]", "_to_copy_default: bf16[3, 2] = cast(p0, bf16)", "return _to_copy_default",
     ]  # fmt: skip
     assert next(n.name for n in gm.graph.nodes if n.op == "placeholder") == "low_p0"
@@ -52,7 +52,7 @@ def test_a_weight_is_cast_outside() -> None:
 def test_the_batch_is_cast_inside() -> None:
     w = weight(3, 2)
     gm = check_pass(PASS, graph(lambda w, x: (x.to(BF16) @ w.to(BF16)).float().sum(), w, ROWS), modified=True)
-    assert next(g.cast_source(n).name for n in gm.graph.nodes if g.is_float_cast(n)) == "p1"
+    assert next(ir.cast_source(n).name for n in gm.graph.nodes if ir.is_float_cast(n)) == "p1"
 
 
 def test_a_weight_with_two_precisions_has_two_copies() -> None:
@@ -64,7 +64,7 @@ def test_a_weight_with_two_precisions_has_two_copies() -> None:
     gm = graph(fn, w, ROWS)
     before = run(gm, w.detach(), ROWS)
     check_pass(PASS, gm, modified=True)
-    kinds = [n.meta["val"].dtype for n in gm.graph.nodes if n.op == "placeholder" and n.meta[g.ROLE].kind == "low"]
+    kinds = [n.meta["val"].dtype for n in gm.graph.nodes if n.op == "placeholder" and n.meta[ir.ROLE].kind == "low"]
     assert sorted(kinds, key=str) == [BF16, F16]
     assert all(torch.equal(a, b) for a, b in zip(before, run(gm, w.detach(), ROWS), strict=True))
 

@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from amp_compiler import Policy
-from amp_compiler import graph as g
-from amp_compiler.errors import PipelineError, VerifyError
-from amp_compiler.passes.base import Context
+from amp_compiler import Policy, ir
+from amp_compiler.common.errors import PipelineError, VerifyError
 from amp_compiler.passes.insert_casts import PASS
-from amp_compiler.pipeline import Pipeline
+from amp_compiler.rewrite.base import Context
+from amp_compiler.rewrite.pipeline import Pipeline
 from helpers import (
     BF16,
     F16,
@@ -82,7 +81,7 @@ def test_each_cast_stands_right_before_its_consumer() -> None:
     for node in casts(gm):
         (user,) = node.users
         follower = node.next
-        while g.is_cast(follower):
+        while ir.is_cast(follower):
             follower = follower.next
         assert user is follower, f"{node.name} stands before {follower.name}, not {user.name}"
 
@@ -105,7 +104,7 @@ def test_a_parameter_is_cast_once_before_its_first_use() -> None:
 def test_an_input_that_is_no_parameter_is_cast_at_each_use() -> None:
     gm = ready(lambda x, w: F.linear(F.linear(x, w), w), X, W)
     check_pass(PASS, gm, context("O1"))
-    assert len([n for n in casts(gm) if g.cast_source(n).name == "w_1"]) == 2
+    assert len([n for n in casts(gm) if ir.cast_source(n).name == "w_1"]) == 2
 
 
 def test_the_same_tensor_twice_in_one_op() -> None:
@@ -163,7 +162,7 @@ def test_lists_of_tensors_are_cast_item_by_item() -> None:
 
     check_pass(PASS, gm, context("O1"), inputs=[X, W], reference=reference)
     (cat,) = ops(gm, "cat")
-    assert [g.tensor_of(a).dtype for a in cat.args[0]] == [F32] * 3
+    assert [ir.tensor_of(a).dtype for a in cat.args[0]] == [F32] * 3
 
 
 def test_indices_in_lists_with_none_are_left_alone() -> None:
@@ -198,7 +197,7 @@ def test_a_written_argument_is_never_cast() -> None:
     gm = ready(fn, X, W)
     check_pass(PASS, gm, context("O1"))
     for node in gm.graph.nodes:
-        assert not any(g.is_cast(a) for name, a in g.tensor_args(node) if name in g.mutated_args(node))
+        assert not any(ir.is_cast(a) for name, a in ir.tensor_args(node) if name in ir.mutated_args(node))
     assert not torch.equal(gm(X, W), X)
 
 
@@ -246,7 +245,7 @@ def test_bodies_of_cond_are_rewritten_and_keep_their_border() -> None:
         reference=lambda p, x, w: low_linear(x, w).float(),
         modified=True,
     )
-    bodies = [inner for name, inner in g.all_graphs(gm) if name]
+    bodies = [inner for name, inner in ir.all_graphs(gm) if name]
     assert [len(casts(b)) for b in bodies] == [3, 0]
 
 

@@ -12,13 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from amp_compiler import graph as g
-from amp_compiler import precision
-from amp_compiler.errors import VerifyError
-from amp_compiler.graph import Origin
+from amp_compiler import ir, precision
+from amp_compiler.common.errors import VerifyError
+from amp_compiler.ir import Origin
 from amp_compiler.passes import mark_dtype_origin, normalize
-from amp_compiler.passes.base import Context
-from amp_compiler.verify import verify
+from amp_compiler.rewrite.base import Context
+from amp_compiler.rewrite.verify import verify
 from helpers import BF16, F16, F32, LOW, check_pass, context, find, ops, pre_dispatch, unchanged
 
 PASS = mark_dtype_origin.PASS
@@ -41,13 +40,13 @@ def marked(fn: Callable[..., Any], *inputs: Tensor, low: torch.dtype = BF16, tex
 
 
 def verdicts(gm: fx.GraphModule, op: str = "to") -> list[bool]:
-    return [n.meta[g.ORIGIN].follows for n in ops(gm, op)]
+    return [n.meta[ir.ORIGIN].follows for n in ops(gm, op)]
 
 
 def test_explicit_and_followed_casts_are_told_apart() -> None:
     gm, notes = marked(lambda x, y: x.to(torch.float32).exp().to(y.dtype), X, Y)
     assert verdicts(gm) == [False, True]
-    assert [n.meta[g.ORIGIN].twin for n in ops(gm, "to")] == [F32, BF16]
+    assert [n.meta[ir.ORIGIN].twin for n in ops(gm, "to")] == [F32, BF16]
     assert notes == []
 
 
@@ -65,7 +64,7 @@ def test_explicit_and_followed_casts_are_told_apart() -> None:
 )
 def test_near_misses_are_explicit(fn: Any) -> None:
     gm, _ = marked(fn, X, Y)
-    assert not any(known.follows or known.numbers for n in gm.graph.nodes if (known := g.origin(n)) is not None)
+    assert not any(known.follows or known.numbers for n in gm.graph.nodes if (known := ir.origin(n)) is not None)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +87,7 @@ def test_every_way_to_follow(fn: Any, op: str) -> None:
 
 def test_the_tensor_that_was_asked_is_named() -> None:
     gm, _ = marked(lambda x, y: (x * 2).type_as(y) + (x * 3).type_as(x), X, Y)
-    assert [n.meta[g.ORIGIN].of for n in ops(gm, "to")] == ["y_1", "x_1"]
+    assert [n.meta[ir.ORIGIN].of for n in ops(gm, "to")] == ["y_1", "x_1"]
 
 
 @pytest.mark.parametrize("low", LOW)
@@ -100,16 +99,16 @@ def test_limits_of_a_dtype(low: torch.dtype) -> None:
     gm, _ = marked(fn, X, Y, low=low)
     info = torch.finfo(low)
     (fill,), (clamp,), (mul,) = ops(gm, "masked_fill"), ops(gm, "clamp"), ops(gm, "mul")
-    assert fill.meta[g.ORIGIN].numbers == (("value", info.min),)
-    assert clamp.meta[g.ORIGIN].numbers == (("min", info.eps), ("max", info.max - 1000))
-    assert mul.meta[g.ORIGIN].numbers == ()
+    assert fill.meta[ir.ORIGIN].numbers == (("value", info.min),)
+    assert clamp.meta[ir.ORIGIN].numbers == (("min", info.eps), ("max", info.max - 1000))
+    assert mul.meta[ir.ORIGIN].numbers == ()
 
 
 def test_a_constant_of_one_value_is_spelled_out() -> None:
     gm, _ = marked(lambda x: torch.maximum(x, torch.tensor(torch.finfo(x.dtype).min, dtype=x.dtype)), X, low=F16)
     (full,) = ops(gm, "full")
     assert full.args == ([], torch.finfo(F32).min)
-    assert full.meta[g.ORIGIN] == Origin(True, F16, (("fill_value", torch.finfo(F16).min),))
+    assert full.meta[ir.ORIGIN] == Origin(True, F16, (("fill_value", torch.finfo(F16).min),))
 
 
 def test_a_constant_of_several_values_is_not() -> None:
@@ -163,18 +162,18 @@ def test_code_of_the_low_dtype_alone_keeps_what_it_guards_in_fp32() -> None:
         return z + 1
 
     gm, notes = marked(fn, X, Y, low=F16)
-    assert "float16 alone" in find(gm, "mul").meta[g.ORIGIN].unsure
-    assert not find(gm, "add").meta[g.ORIGIN].unsure
+    assert "float16 alone" in find(gm, "mul").meta[ir.ORIGIN].unsure
+    assert not find(gm, "add").meta[ir.ORIGIN].unsure
     assert len(notes) == 1
     gm, notes = marked(fn, X, Y, low=BF16)
-    assert not find(gm, "mul").meta[g.ORIGIN].unsure
+    assert not find(gm, "mul").meta[ir.ORIGIN].unsure
     assert notes == []
 
 
 def test_code_of_fp32_alone_stays_fp32() -> None:
     gm, notes = marked(lambda x: (x * 2 if x.dtype == torch.float32 else x) + 1, X)
-    assert "another way" in find(gm, "mul").meta[g.ORIGIN].unsure
-    assert not find(gm, "add").meta[g.ORIGIN].unsure
+    assert "another way" in find(gm, "mul").meta[ir.ORIGIN].unsure
+    assert not find(gm, "add").meta[ir.ORIGIN].unsure
     assert len(notes) == 1
 
 
@@ -194,7 +193,7 @@ def test_graphs_inside_are_compared_too() -> None:
 
     gm, _ = beside_its_twin(fn, torch.tensor(True), X)
     assert PASS.run(gm, replace(context(), twin=beside_its_twin(fn, torch.tensor(True), X)[1].twin))
-    inner = dict(g.all_graphs(gm))["true_graph_0"]
+    inner = dict(ir.all_graphs(gm))["true_graph_0"]
     assert verdicts(inner) == [False, True]
 
 
@@ -206,7 +205,7 @@ def test_without_a_twin_nothing_changes() -> None:
 
 def test_the_verifier_sees_a_verdict_that_cannot_be() -> None:
     gm = pre_dispatch(lambda x: x.double(), X)
-    ops(gm, "to")[0].meta[g.ORIGIN] = Origin(follows=True)
+    ops(gm, "to")[0].meta[ir.ORIGIN] = Origin(follows=True)
     with pytest.raises(VerifyError, match=r"node 'to'.*said to follow a dtype"):
         verify(gm, ("origin",), context(), "a test", deep=False)
 
@@ -229,8 +228,8 @@ def test_every_cast_gets_the_right_verdict(names: list[str], low: torch.dtype) -
 
     gm, notes = marked(fn, X, Y, low=low)
     expected = [name == "follow" for name in names if name in ("explicit", "follow", "half")]
-    found = [n.meta[g.ORIGIN].follows for n in ops(gm, "to") if n.meta[g.ORIGIN].twin is not None]
-    same_in_fp32 = [f and g.tensor_of(n).dtype is F32 for f, n in zip(expected, ops(gm, "to"), strict=True)]
+    found = [n.meta[ir.ORIGIN].follows for n in ops(gm, "to") if n.meta[ir.ORIGIN].twin is not None]
+    same_in_fp32 = [f and ir.tensor_of(n).dtype is F32 for f, n in zip(expected, ops(gm, "to"), strict=True)]
     assert found == same_in_fp32
     assert notes == []
 
@@ -242,7 +241,7 @@ def test_an_input_that_only_the_low_dtype_uses() -> None:
         ctx.twin.graph.placeholder("a_scale").meta["val"] = torch.empty(4, dtype=BF16)
     check_pass(PASS, gm, ctx)
     assert verdicts(gm) == [False, True]
-    assert find(gm, "x_1").meta[g.ORIGIN].twin is BF16
+    assert find(gm, "x_1").meta[ir.ORIGIN].twin is BF16
 
 
 def test_scopes_in_the_twin_are_no_code_of_its_own() -> None:

@@ -10,12 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from amp_compiler import graph as g
-from amp_compiler import precision
-from amp_compiler.errors import PipelineError, VerifyError
+from amp_compiler import ir, precision
+from amp_compiler.common.errors import PipelineError, VerifyError
 from amp_compiler.passes.normalize import PASS, Region
-from amp_compiler.pipeline import Pipeline
-from amp_compiler.verify import verify
+from amp_compiler.rewrite.pipeline import Pipeline
+from amp_compiler.rewrite.verify import verify
 from helpers import (
     BF16,
     F16,
@@ -35,7 +34,7 @@ X, LOW_X = torch.randn(2, 4), torch.randn(2, 4).to(BF16)
 
 
 def region(gm: torch.fx.GraphModule, name: str) -> Region | None:
-    return find(gm, name).meta.get(g.REGION)
+    return find(gm, name).meta.get(ir.REGION)
 
 
 # ----------------------------------------------------------------------------------------------- casts
@@ -58,7 +57,7 @@ SPELLINGS: dict[str, Any] = {
 def test_every_cast_is_spelled_one_way(name: str) -> None:
     gm = pre_dispatch(lambda x, y: SPELLINGS[name](x, y) * 2 + y, LOW_X, X)
     check_pass(PASS, gm, inputs=[LOW_X, X])
-    (cast,) = [n for n in gm.graph.nodes if g.is_cast(n)]
+    (cast,) = [n for n in gm.graph.nodes if ir.is_cast(n)]
     assert cast.target is aten.to.dtype
     assert cast.args == (find(gm, "x_1"), F32)
     assert not cast.kwargs
@@ -129,7 +128,7 @@ def test_casts_inside_subgraphs() -> None:
 
     gm = pre_dispatch(fn, torch.tensor(True), LOW_X, X)
     check_pass(PASS, gm, modified=True)
-    targets = {n.target for _, inner in g.all_graphs(gm) for n in inner.graph.nodes if g.is_cast(n)}
+    targets = {n.target for _, inner in ir.all_graphs(gm) for n in inner.graph.nodes if ir.is_cast(n)}
     assert targets == {aten.to.dtype}
 
 
@@ -181,8 +180,8 @@ def test_a_region_reaches_into_the_graphs_inside_it() -> None:
     autocast_region(gm, "cond", "cond", enabled=False)
     check_pass(PASS, gm, modified=True)
     inside = [
-        n.meta.get(g.REGION)
-        for name, inner in g.all_graphs(gm) if name
+        n.meta.get(ir.REGION)
+        for name, inner in ir.all_graphs(gm) if name
         for n in inner.graph.nodes if n.op == "call_function"
     ]  # fmt: skip
     assert inside == [Region("autocast", None)] * 2
@@ -260,4 +259,4 @@ def test_any_chain_of_casts_keeps_its_values(steps: list[str]) -> None:
 
     gm = pre_dispatch(fn, LOW_X, X)
     check_pass(PASS, gm, inputs=[LOW_X, X])
-    assert all(n.target is aten.to.dtype for n in gm.graph.nodes if g.is_cast(n))
+    assert all(n.target is aten.to.dtype for n in gm.graph.nodes if ir.is_float_cast(n))

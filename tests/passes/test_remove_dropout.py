@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from amp_compiler.errors import PipelineError
+from amp_compiler.common.errors import PipelineError
 from amp_compiler.passes.remove_dropout import PASS
-from amp_compiler.pipeline import Pipeline
+from amp_compiler.rewrite.pipeline import Pipeline
 from helpers import check_pass, context, ops, pre_dispatch, prepared, unchanged
 
 X = torch.randn(2, 3, 4)

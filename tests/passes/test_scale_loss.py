@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import pytest
@@ -10,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from amp_compiler import graph as g
-from amp_compiler.errors import PipelineError, VerifyError
+from amp_compiler import ir
+from amp_compiler.common.errors import PipelineError, VerifyError
 from amp_compiler.passes.scale_loss import PASS
-from amp_compiler.pipeline import Pipeline
-from amp_compiler.verify import verify
+from amp_compiler.rewrite.pipeline import Pipeline
+from amp_compiler.rewrite.verify import verify
 from helpers import BF16, F16, F32, aten, check_pass, context, step_graph
 
 
@@ -25,18 +26,18 @@ def leaf(*shape: int, dtype: torch.dtype = F32) -> Tensor:
 
 def run(
     gm: fx.GraphModule, inputs: list[Tensor], scale: float = 1.0, found: float = 0.0, saved: Any = None
-) -> dict[g.Role, Any]:
+) -> dict[ir.Role, Any]:
     """Run a scaled graph: outputs by role."""
     values = {"tangent": torch.ones(()), "scale": torch.tensor(scale), "found": torch.tensor([found])}
     given_ = []
     for node in gm.graph.nodes:
         if node.op == "placeholder":
-            role = node.meta[g.ROLE]
+            role = node.meta[ir.ROLE]
             if role.kind == "primal":
                 given_.append(inputs[role.index].detach())
             else:
                 given_.append(saved[role.index] if role.kind == "saved" else values[role.kind])
-    return dict(zip(gm.meta[g.ROLE], gm(*given_), strict=True))
+    return dict(zip(gm.meta[ir.ROLE], gm(*given_), strict=True))
 
 
 def loss(w: Tensor, x: Tensor) -> Tensor:
@@ -66,27 +67,27 @@ def test_the_smallest_step() -> None:
 def test_a_low_gradient_is_widened_by_the_unscale_itself() -> None:
     w, x = leaf(3, 2), torch.randn(4, 3)
     gm = check_pass(PASS, step_graph(loss, w, x), modified=True)
-    (op,) = [n for n in gm.graph.nodes if g.op_name(n) == "amp::unscale"]
+    (op,) = [n for n in gm.graph.nodes if ir.op_name(n) == "amp::unscale"]
     assert [n.meta["val"].dtype for n in op.args[0]] == [BF16]
     result = run(gm, [w, x], scale=2.0**10)
     (expected,) = torch.autograd.grad(loss(w, x), [w])
-    assert torch.equal(result[g.Role("gradient", 0)], expected)
-    assert result[g.Role("gradient", 0)].dtype is F32
+    assert torch.equal(result[ir.Role("gradient", 0)], expected)
+    assert result[ir.Role("gradient", 0)].dtype is F32
 
 
 def test_a_low_parameter_gets_a_low_gradient() -> None:
     w = leaf(3, dtype=F16)
     gm = check_pass(PASS, step_graph(lambda w: (w * 3).float().sum(), w), modified=True)
-    assert run(gm, [w], scale=8.0)[g.Role("gradient", 0)].tolist() == [3.0, 3.0, 3.0]
-    assert run(gm, [w], scale=8.0)[g.Role("gradient", 0)].dtype is F16
+    assert run(gm, [w], scale=8.0)[ir.Role("gradient", 0)].tolist() == [3.0, 3.0, 3.0]
+    assert run(gm, [w], scale=8.0)[ir.Role("gradient", 0)].dtype is F16
 
 
 def test_what_would_underflow_survives() -> None:
     """1e-9 is nothing in fp16, 1e-9 · 65536 is something."""
     w = leaf(2)
     gm = check_pass(PASS, step_graph(lambda w: (w.half() * 1).float().mul(1e-9).sum(), w), modified=True)
-    assert run(gm, [w], scale=1.0)[g.Role("gradient", 0)].tolist() == [0.0, 0.0]
-    scaled = run(gm, [w], scale=2.0**16)[g.Role("gradient", 0)]
+    assert run(gm, [w], scale=1.0)[ir.Role("gradient", 0)].tolist() == [0.0, 0.0]
+    scaled = run(gm, [w], scale=2.0**16)[ir.Role("gradient", 0)]
     torch.testing.assert_close(scaled, torch.full((2,), 1e-9), rtol=2**-10, atol=0)  # fp16 rounds by at most that
 
 
@@ -95,7 +96,7 @@ def test_the_flag(before: float, bad: bool, after: float) -> None:
     w = leaf(2)
     x = torch.tensor([float("inf"), 1.0]) if bad else torch.ones(2)
     gm = check_pass(PASS, step_graph(lambda w, x: (w * x).sum(), w, x), modified=True)
-    assert run(gm, [w, x], found=before)[g.Role("found")].tolist() == [after]
+    assert run(gm, [w, x], found=before)[ir.Role("found")].tolist() == [after]
 
 
 @pytest.mark.parametrize("found", [0.0, 1.0])
@@ -108,8 +109,8 @@ def test_state_is_old_or_new(found: float) -> None:
     inputs = [leaf(2), torch.tensor(3), torch.ones(2)]
     gm = check_pass(PASS, step_graph(fn, *inputs, state=[1, 2]), modified=True)
     result = run(gm, inputs, found=found, saved={1: torch.tensor(1), 2: torch.full((2,), 7.0)})
-    assert result[g.Role("mutation", 1)].tolist() == (1 if found else 4)
-    assert result[g.Role("mutation", 2)].tolist() == ([7.0, 7.0] if found else [0.5, 0.5])
+    assert result[ir.Role("mutation", 1)].tolist() == (1 if found else 4)
+    assert result[ir.Role("mutation", 2)].tolist() == ([7.0, 7.0] if found else [0.5, 0.5])
 
 
 def test_what_is_the_users_is_not_restored() -> None:
@@ -119,15 +120,15 @@ def test_what_is_the_users_is_not_restored() -> None:
 
     inputs = [leaf(2), torch.zeros(2)]
     gm = check_pass(PASS, step_graph(fn, *inputs, state=[]), modified=True)
-    assert run(gm, inputs, found=1.0)[g.Role("mutation", 1)].tolist() == [1.0, 1.0]
+    assert run(gm, inputs, found=1.0)[ir.Role("mutation", 1)].tolist() == [1.0, 1.0]
 
 
 def test_shared_and_unused_parameters() -> None:
     inputs = [leaf(3, 3), leaf(2), torch.randn(4, 3)]
     gm = check_pass(PASS, step_graph(lambda w, unused, x: ((x @ w) @ w).sum(), *inputs), modified=True)
-    assert [r.index for r in gm.meta[g.ROLE] if r.kind == "gradient"] == [0]
+    assert [r.index for r in gm.meta[ir.ROLE] if r.kind == "gradient"] == [0]
     (expected,) = torch.autograd.grad(((inputs[2] @ inputs[0]) @ inputs[0]).sum(), inputs[:1])
-    assert torch.equal(run(gm, inputs, scale=512.0)[g.Role("gradient", 0)], expected)
+    assert torch.equal(run(gm, inputs, scale=512.0)[ir.Role("gradient", 0)], expected)
 
 
 def test_requires_a_training_step() -> None:
@@ -148,8 +149,8 @@ def test_any_power_of_two_gives_the_same_gradient(power: int, wide: bool, seed: 
     gm = step_graph(fn, w, x)
     PASS.run(gm, context())
     plain, scaled = run(gm, [w, x]), run(gm, [w, x], scale=2.0**power)
-    assert torch.equal(plain[g.Role("gradient", 0)], scaled[g.Role("gradient", 0)])
-    assert torch.equal(plain[g.Role("output", 0)], scaled[g.Role("output", 0)])
+    assert torch.equal(plain[ir.Role("gradient", 0)], scaled[ir.Role("gradient", 0)])
+    assert torch.equal(plain[ir.Role("output", 0)], scaled[ir.Role("output", 0)])
 
 
 # ------------------------------------------------------------------------------ what the verifier proves
@@ -162,7 +163,7 @@ def scaled_graph() -> fx.GraphModule:
 
 
 def node(gm: fx.GraphModule, name: str) -> fx.Node:
-    return next(n for n in gm.graph.nodes if g.op_name(n) == name or n.name == name)
+    return next(n for n in gm.graph.nodes if ir.op_name(n) == name or n.name == name)
 
 
 def scaled_twice(gm: fx.GraphModule) -> None:
@@ -189,9 +190,9 @@ def unscaled_twice(gm: fx.GraphModule) -> None:
     with gm.graph.inserting_after(gradient):
         again = gm.graph.call_function(torch.ops.amp.unscale.default, ([gradient], op.args[1], op.args[2]))
     with gm.graph.inserting_after(again):
-        first = gm.graph.call_function(g.operator.getitem, (again, 0))
+        first = gm.graph.call_function(operator.getitem, (again, 0))
     with gm.graph.inserting_after(first):
-        second = gm.graph.call_function(g.operator.getitem, (first, 0))
+        second = gm.graph.call_function(operator.getitem, (first, 0))
     gradient.replace_all_uses_with(second, delete_user_cb=lambda user: user.op == "output")
 
 

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from amp_compiler import graph as g
-from amp_compiler.errors import PipelineError, VerifyError
+from amp_compiler import ir
+from amp_compiler.common.errors import PipelineError, VerifyError
 from amp_compiler.passes import accumulate_in_place, scale_loss, unscale_in_place
-from amp_compiler.pipeline import Pipeline
-from amp_compiler.verify import verify
+from amp_compiler.rewrite.pipeline import Pipeline
+from amp_compiler.rewrite.verify import verify
 from helpers import BF16, F16, check_pass, context, step_graph
 
 SCALE = 1024.0
@@ -26,21 +26,21 @@ def scaled(fn: Any, *inputs: Tensor) -> fx.GraphModule:
     return gm
 
 
-def run(gm: fx.GraphModule, *inputs: Tensor, sums: dict[int, Tensor] | None = None) -> dict[g.Role, Tensor]:
+def run(gm: fx.GraphModule, *inputs: Tensor, sums: dict[int, Tensor] | None = None) -> dict[ir.Role, Tensor]:
     values = {"tangent": torch.ones(()), "scale": torch.tensor(SCALE), "found": torch.zeros(1)}
     given_ = []
     for node in gm.graph.nodes:
         if node.op == "placeholder":
-            role = node.meta[g.ROLE]
+            role = node.meta[ir.ROLE]
             if role.kind == "sum":
                 assert sums is not None
                 given_.append(sums[role.index])
             else:
                 given_.append(inputs[role.index].detach() if role.kind == "primal" else values[role.kind])
-    return dict(zip(gm.meta[g.ROLE], gm(*given_), strict=True))
+    return dict(zip(gm.meta[ir.ROLE], gm(*given_), strict=True))
 
 
-def gradients(result: dict[g.Role, Tensor]) -> dict[int, Tensor]:
+def gradients(result: dict[ir.Role, Tensor]) -> dict[int, Tensor]:
     return {role.index: value for role, value in result.items() if role.kind == "gradient"}
 
 
@@ -65,11 +65,11 @@ def test_low_gradients_are_widened_where_they_are_made() -> None:
     gm = check_pass(unscale_in_place.PASS, scaled(dense, *inputs), modified=True)
     same(gradients(run(gm, *inputs)), gradients(before))
     nodes = list(gm.graph.nodes)
-    (op,) = [n for n in nodes if g.op_name(n) == "amp::unscale_"]
-    widened = [n for n in op.args[0] if g.is_float_cast(n)]
+    (op,) = [n for n in nodes if ir.op_name(n) == "amp::unscale_"]
+    widened = [n for n in op.args[0] if ir.is_float_cast(n)]
     assert len(widened) == 2
     for cast in widened:
-        assert nodes.index(cast) == nodes.index(g.cast_source(cast)) + 1
+        assert nodes.index(cast) == nodes.index(ir.cast_source(cast)) + 1
 
 
 def expanded(w: Tensor, b: Tensor, x: Tensor) -> Tensor:
@@ -116,14 +116,14 @@ def test_sums_grow_where_gradients_are_made() -> None:
     assert gradients(result) == {}
     assert torch.equal(sums[0], plain[0] + 1)
     assert torch.equal(sums[1], plain[1])
-    assert result[g.Role("found")].tolist() == [0.0]
+    assert result[ir.Role("found")].tolist() == [0.0]
 
 
 def test_the_flag_looks_at_the_sums() -> None:
     inputs = leaves()
     gm = check_pass(accumulate_in_place.PASS, scaled(dense, *inputs), modified=True)
     sums = {0: torch.full((3, 2), float("nan")), 1: torch.zeros(2)}  # an earlier micro-batch, or the user
-    assert run(gm, *inputs, sums=sums)[g.Role("found")].tolist() == [1.0]
+    assert run(gm, *inputs, sums=sums)[ir.Role("found")].tolist() == [1.0]
 
 
 @settings(max_examples=15)
@@ -156,7 +156,7 @@ def test_they_need_a_scaled_graph() -> None:
 def test_the_verifier_finds_memory_of_somebody_else() -> None:
     gm = scaled(dense, *leaves())
     unscale_in_place.PASS.run(gm, context())
-    (op,) = [n for n in gm.graph.nodes if g.op_name(n) == "amp::unscale_"]
+    (op,) = [n for n in gm.graph.nodes if ir.op_name(n) == "amp::unscale_"]
     op.args = ([op.args[0][0], op.args[0][0]], *op.args[1:])
     with pytest.raises(VerifyError, match="unscales"):
         verify(gm, ("in_place",), context(), "the damage")
@@ -165,7 +165,7 @@ def test_the_verifier_finds_memory_of_somebody_else() -> None:
 def test_the_verifier_finds_a_sum_that_is_not_unscaled() -> None:
     gm = scaled(dense, *leaves())
     accumulate_in_place.PASS.run(gm, context())
-    add = next(n for n in gm.graph.nodes if g.op_name(n) == "addcmul_")
+    add = next(n for n in gm.graph.nodes if ir.op_name(n) == "addcmul_")
     add.args = (add.args[0], add.args[1], next(n for n in gm.graph.nodes if n.name == "scale"))
     with pytest.raises(VerifyError, match="not unscaled"):
         verify(gm, ("accumulated",), context(), "the damage")

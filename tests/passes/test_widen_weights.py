@@ -11,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
-from amp_compiler import Policy, convert_model
-from amp_compiler import graph as g
+from amp_compiler import Policy, convert_model, ir
 from amp_compiler.capture.program import functional, weights_of
-from amp_compiler.errors import PipelineError
-from amp_compiler.passes.base import Context
+from amp_compiler.common.errors import PipelineError
 from amp_compiler.passes.widen_weights import PASS
-from amp_compiler.pipeline import Pipeline
+from amp_compiler.rewrite.base import Context
+from amp_compiler.rewrite.pipeline import Pipeline
 from helpers import BF16, F16, F32, LOW, check_pass, context, ops
 
 
@@ -98,7 +97,7 @@ def test_one_copy_of_a_weight_and_one_of_an_input() -> None:
     check_pass(PASS, given.gm, given.ctx, modified=True)
     names = [given.weights[n].path for n in given.gm.graph.nodes if n in given.weights]
     assert names == ["fc.weight_t_f32"]
-    widened = [n for n in given.gm.graph.nodes if g.is_float_cast(n) and g.cast_dtype(n) is F32]
+    widened = [n for n in given.gm.graph.nodes if ir.is_float_cast(n) and ir.cast_dtype(n) is F32]
     products = ops(given.gm, "mm")
     assert len(products) == 2
     assert len([n for n in widened if any(p in _below(n) for p in products)]) == 1

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_compiler import compile_train_step
+from amp_compiler.inspect.profile import count_casts
 from amp_compiler.kernels import cpu
-from amp_compiler.profile import count_casts
 from helpers import BF16, F16
 from training_helpers import Loop, bad, batches, differences, fused_adamw, gradients, sgd, state, trains_like
 

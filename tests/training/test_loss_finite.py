@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_compiler import TrainStep, compile_train_step
-from amp_compiler.errors import AmpWarning
+from amp_compiler.common.errors import AmpWarning
 from amp_compiler.training.loss_watch import MESSAGE, LossWatch
 from helpers import BF16, F16, LOW
 from training_helpers import fused_adamw, sgd

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_compiler import DynamicLossScaler, Policy, compile_train_step
-from amp_compiler.errors import AmpWarning
+from amp_compiler.common.errors import AmpWarning
 from helpers import BF16, F16
 from training_helpers import Loop, bad, batches, differences, gradients, sgd, state, trains_like
 

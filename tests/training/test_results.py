@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from amp_compiler import Policy, compile_train_step
-from amp_compiler.errors import AmpWarning, ArgumentError
+from amp_compiler.common.errors import AmpWarning, ArgumentError
 from helpers import BF16, F16, LOW
 from training_helpers import batches, differences, sgd, state
 

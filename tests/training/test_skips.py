@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from amp_compiler import DynamicLossScaler, compile_train_step
-from amp_compiler.errors import ArgumentError
+from amp_compiler.common.errors import ArgumentError
 from helpers import F16
 from training_helpers import INF, bad, batches, differences, fused_adamw, sgd, state
 

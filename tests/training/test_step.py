@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from amp_compiler import DynamicLossScaler, StaticLossScaler, amp_compile, compile_train_step
-from amp_compiler.errors import AmpError, ArgumentError
-from amp_compiler.profile import count_ops
+from amp_compiler.common.errors import AmpError, ArgumentError
+from amp_compiler.inspect.profile import count_ops
 from helpers import BF16, F16
 from networks import NETWORKS
 from training_helpers import Loop, bad, batches, differences, fused_adamw, gradients, sgd, state, trains_like

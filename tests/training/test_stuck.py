@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_compiler import DynamicLossScaler, StaticLossScaler, TrainStep, compile_train_step
-from amp_compiler.errors import AmpWarning
+from amp_compiler.common.errors import AmpWarning
 from helpers import F16
 from training_helpers import bad, batches, differences, fused_adamw, sgd, state
 

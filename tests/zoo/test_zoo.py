@@ -15,11 +15,10 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from amp_compiler import amp_compile
-from amp_compiler import graph as g
-from amp_compiler.ops.row import OpClass
+from amp_compiler import amp_compile, ir
+from amp_compiler.ir.wide import why_wide
 from amp_compiler.policy import Policy
-from amp_compiler.wide import why_wide
+from amp_compiler.policy.ops.row import OpClass
 from zoo.models import ZOO, Inputs
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -131,7 +130,7 @@ def flat(gradients: dict[str, Tensor]) -> Tensor:
 def nodes(graphs: list[fx.GraphModule]) -> Iterator[fx.Node]:
     """Every call in the graphs and in the graphs inside them."""
     for gm in graphs:
-        for _, inner in g.all_graphs(gm):
+        for _, inner in ir.all_graphs(gm):
             yield from (n for n in inner.graph.nodes if n.op == "call_function")
 
 
@@ -145,10 +144,10 @@ def _chain(gm: fx.GraphModule) -> int:
     length: dict[fx.Node, int] = {}
     for node in gm.graph.nodes:
         before = max((length[n] for n in node.all_input_nodes), default=0)
-        value, known = g.tensor_of(node), g.decision(node)
+        value, known = ir.tensor_of(node), ir.decision(node)
         moves = known is not None and known.cls is OpClass.EXACT
-        rounds = node.op == "call_function" and value is not None and value.dtype in g.LOW_DTYPES and not moves
-        inner = [_chain(body) for _, body in g.subgraphs(gm, node)] if g.is_higher_order(node) else []
+        rounds = node.op == "call_function" and value is not None and value.dtype in ir.LOW_DTYPES and not moves
+        inner = [_chain(body) for _, body in ir.subgraphs(gm, node)] if ir.is_higher_order(node) else []
         length[node] = before + rounds + max(inner, default=0)
     return max(length.values(), default=0)
 
@@ -166,7 +165,7 @@ def bounds(graphs: list[fx.GraphModule], dtype: torch.dtype) -> tuple[float, flo
     altogether, which is sqrt(e) in norm, and comes on top.
     """
     output = torch.finfo(dtype).eps * math.sqrt(chain(graphs))
-    kinks = any(g.op_name(n) in KINKS and g.is_eligible(g.tensor_of(n.args[0])) for n in nodes(graphs))
+    kinks = any(ir.op_name(n) in KINKS and ir.is_eligible(ir.tensor_of(n.args[0])) for n in nodes(graphs))
     return output, 2 * output + (math.sqrt(output) if kinks else 0.0)
 
 
@@ -183,29 +182,29 @@ NO_CLASS = frozenset({"author", "follows", "inserted", "creation", "no_float", "
 
 def outside_policy(graphs: list[fx.GraphModule], policy: Policy) -> list[str]:
     """The ops whose values, as they stand in the graphs, are not what class and level allow."""
-    return [f"{g.format_node(n)}  # {g.decision(n)}" for n in nodes(graphs) if not _allowed(n, policy)]
+    return [f"{ir.format_node(n)}  # {ir.decision(n)}" for n in nodes(graphs) if not _allowed(n, policy)]
 
 
 def _before_casts(node: fx.Node) -> fx.Node:
-    while (known := g.decision(node)) is not None and known.rule == "inserted":
-        node = g.cast_source(node)
+    while (known := ir.decision(node)) is not None and known.rule == "inserted":
+        node = ir.cast_source(node)
     return node
 
 
 def _allowed(node: fx.Node, policy: Policy) -> bool:
-    known = g.decision(node)
+    known = ir.decision(node)
     if known is None or not known.reason:
         return False
-    choice = policy.classify(g.op_name(node))
+    choice = policy.classify(ir.op_name(node))
     if known.rule in NO_CLASS or known.rule in ASKED or (known.rule in NEEDED and choice.cls is not OpClass.LOW):
         return True
-    inputs = {v.dtype for name, a in g.tensor_args(node) if (v := g.tensor_of(a)) is not None and g.is_eligible(v)
+    inputs = {v.dtype for name, a in ir.tensor_args(node) if (v := ir.tensor_of(a)) is not None and ir.is_eligible(v)
               and name not in known.keep_args}  # fmt: skip
-    results = {v.dtype for v in g.tensor_outputs(node) if v is not None and g.is_eligible(v)}
+    results = {v.dtype for v in ir.tensor_outputs(node) if v is not None and ir.is_eligible(v)}
     low, wide, seen = {policy.low}, {F32}, inputs | results
     if known.rule == "wide":
-        makes_scalar = all(v is None or v.dim() == 0 for v in g.tensor_outputs(node))
-        reads_wide = any(why_wide(_before_casts(a)) for _, a in g.tensor_args(node))
+        makes_scalar = all(v is None or v.dim() == 0 for v in ir.tensor_outputs(node))
+        reads_wide = any(why_wide(_before_casts(a)) for _, a in ir.tensor_args(node))
         return policy.level == "O2" and seen == wide and (reads_wide or makes_scalar)
     if known.rule == "fp32_inside":
         return policy.level == "O2" and choice.row is not None and choice.row.fp32_inside and seen == low
@@ -213,11 +212,11 @@ def _allowed(node: fx.Node, policy: Policy) -> bool:
         return seen == low
     if choice.cls is OpClass.FP32:
         return seen == wide
-    if choice.cls is OpClass.FOLLOW and not g.answers(node):
+    if choice.cls is OpClass.FOLLOW and not ir.answers(node):
         return seen == {"O1": wide, "O2": low}.get(policy.level, seen) and len(seen) == 1
     if choice.cls is OpClass.KEEP:
         return choice.rule == known.rule
-    return len(inputs) <= 1 and (results <= inputs or g.answers(node))
+    return len(inputs) <= 1 and (results <= inputs or ir.answers(node))
 
 
 # -------------------------------------------------------------------------------------------------- tests

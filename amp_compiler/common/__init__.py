@@ -1,0 +1,1 @@
+"""What every room may use: errors, messages, files, logs, and what differs between releases of torch."""

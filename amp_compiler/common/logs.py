@@ -1,0 +1,59 @@
+"""``AMP_LOGS=passes,casts,capture``: what happens inside, on stderr. The loggers are ``amp_compiler.passes`` … as
+``logging`` knows them, so an application can also listen to them by itself.
+
+``AMP_LOGS=quiet``, alone or among topics, leaves out the lines that are printed unasked: those before and after the CPU
+kernels are compiled (``notice.py``). Warnings are not affected; ``warnings.filterwarnings`` is for them.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+import warnings
+
+from .errors import AmpWarning
+from .notice import QUIET, SETTING
+
+TOPICS = {
+    "passes": "each pass: seconds, nodes, whether it changed anything",
+    "casts": "each cast that came or went",
+    "capture": "what was captured, by which front end, and what was not",
+}
+
+
+def wants(topic: str) -> bool:
+    """Whether somebody listens; ask before making a long text."""
+    return _logger(topic, os.environ.get(SETTING, "")).isEnabledFor(logging.INFO)
+
+
+def log(topic: str, message: str, *args: object) -> None:
+    """Say something on a topic."""
+    _logger(topic, os.environ.get(SETTING, "")).info(message, *args)
+
+
+@functools.cache
+def _logger(topic: str, setting: str) -> logging.Logger:
+    found = logging.getLogger(f"amp_compiler.{topic}")
+    if topic in _asked(setting) and not found.handlers:
+        handler = logging.StreamHandler(sys.__stderr__ or sys.stderr)  # whatever stands in for it when we are called
+        handler.setFormatter(logging.Formatter(f"[amp {topic}] %(message)s"))
+        found.addHandler(handler)
+        found.setLevel(logging.INFO)
+        found.propagate = False
+    return found
+
+
+@functools.cache
+def _asked(setting: str) -> frozenset[str]:
+    names = frozenset(name for part in setting.split(",") if (name := part.strip().lower()))
+    if "all" in names:
+        return frozenset(TOPICS)
+    for name in sorted(names - {*TOPICS, QUIET}):
+        warnings.warn(
+            f"{SETTING}={setting}: there is no topic {name!r}; topics are {', '.join(TOPICS)}, and {QUIET}.",
+            AmpWarning,
+            stacklevel=4,
+        )
+    return names

@@ -1,0 +1,242 @@
+"""Why a node has its precision: the chain of reasons from the rule down to it, the casts around it, what they cost."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.text import Text
+
+from ...common.errors import ArgumentError
+from ...ir.view import INPUTS, SHORT, GraphView, NodeView
+from ...policy import matches
+from ...policy.ops.names import canonical
+from .select import find, nearest_module
+from .words import CAST, COLOURS, count, size
+
+_LENGTH = 12  # a chain goes no further than this
+#: what a level says of a class
+LEVELS = {
+    ("O0", ""): "level O0 touches nothing",
+    ("O1", "low"): "level O1 runs the white list in the low dtype",
+    ("auto", "low"): "level auto runs the white list in the low dtype",
+    ("O2", "low"): "level O2 runs the white list in the low dtype",
+    ("O3", "low"): "level O3 runs everything that it can in the low dtype",
+    ("O1", "fp32"): "level O1 runs the black list in fp32",
+    ("auto", "fp32"): "level auto runs the black list in fp32",
+    ("O2", "fp32"): "level O2 runs the black list in fp32, low in and out where torch's kernel is fp32 inside",
+    ("O3", "fp32"): "level O3 runs everything that it can in the low dtype",
+    ("O1", "follow"): "level O1 keeps other arithmetic in fp32",
+    ("auto", "follow"): "level auto runs other arithmetic low where all its inputs are low",
+    ("O2", "follow"): "level O2 runs other arithmetic in the low dtype, unless it reads what an fp32 op made",
+    ("O3", "follow"): "level O3 runs everything that it can in the low dtype",
+}
+RULES = {
+    "table": "the op table", "white_list": "your white list", "black_list": "your black list",
+    "follow_list": "your follow list", "module_rule": "a module rule of the policy", "set_precision": "set_precision",
+    "region": "a region in the model's code", "conditional": "a conditional rule of the policy",
+    "constant": "a constant that the low dtype cannot hold", "asked": "the model's code, which asked for fp32",
+    "wide": "a value that an fp32 op made, or that is one number",
+    "author": "the model's code", "follows": "the model's code, which follows a dtype",
+    "fp32_inside": "the op table: fp32 inside the kernel", "fp32_only": "torch, which has no low kernel for it",
+    "autocast": "torch.autocast's lists", "level": "the level", "unlisted": "no rule: the op is not listed",
+    "neutral": "constants of the model's code alone", "explicit_dtype": "an explicit dtype= argument",
+    "in_place": "what it writes to", "untouched": "an input whose dtype is never changed",
+    "creation": "the op makes a tensor", "input": "an input", "no_float": "no floating-point input",
+    "inserted": "the pass insert_casts", "state": "a value that is kept between calls",
+    "already_low": "the model's own code", "added": "a pass of the compiler",
+    "unsure": "code that branches on the dtype",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Link:
+    """One step of a chain: a node and what decided on it."""
+
+    node: NodeView
+    by: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why one node is as it is. ``chain``: from the node up to the rule. ``casts_in`` and ``casts_out``: around it in
+    the forward graph. ``runs_as``: what became of it in the graph that runs, with the casts left there."""
+
+    node: NodeView
+    chain: tuple[Link, ...]
+    casts_in: tuple[NodeView, ...]
+    casts_out: tuple[NodeView, ...]
+    runs_as: tuple[NodeView, ...] = ()
+    casts_left: tuple[NodeView, ...] = ()
+
+    @property
+    def cast_bytes(self) -> int:
+        """What the casts around it write in the forward graph."""
+        return sum(n.nbytes for n in (*self.casts_in, *self.casts_out))
+
+
+def chosen(
+    view: GraphView, node: str | None, op: str | None, module: str | None, runs: GraphView | None = None
+) -> list[NodeView]:
+    """The nodes that are asked for; none is an error that suggests a name. One name may be of the graph that runs."""
+    if node is not None:
+        return [runs.by_name[node] if runs is not None and node not in view.by_name and node in runs.by_name
+                else find(view, node)]  # fmt: skip
+    found = [n for n in view.nodes if n.kind == "call"]
+    if op is not None:
+        names = {op.removeprefix("aten."), _canonical(op)}
+        found = [n for n in found if n.op in names]
+        if not found:
+            there = sorted({n.op for n in view.nodes if n.kind == "call"})
+            near = difflib.get_close_matches(op, there, n=3)
+            hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+            raise ArgumentError(f"The graph has no op {op!r}; it has {', '.join(there)}.{hint}")
+    if module is not None:
+        found = [n for n in found if matches(module, n.module)]
+        if not found:
+            raise ArgumentError(f"No op of the graph is in a module {module!r}. {nearest_module(view, module)}")
+    return found
+
+
+def _canonical(op: str) -> str:
+    try:
+        return canonical(op)
+    except ArgumentError:
+        return op
+
+
+def explain(node: NodeView, view: GraphView, level: str, runs: GraphView | None = None) -> Explanation:
+    """Why ``node`` of the forward graph ``view``, or of the graph that runs, has its precision."""
+    if runs is not None and view.by_name.get(node.name) is not node:
+        known = view.by_name.get(node.origin)
+        link = Link(node, f"made from {node.origin}" if node.origin else RULES.get(node.rule, node.rule), node.reason)
+        return Explanation(node, (link, *(_chain(known, view, level) if known is not None else ())),
+                           *_casts_around(node, runs))  # fmt: skip
+    made = [n for n in runs.nodes if n.origin == node.name and n.kind == "call"] if runs is not None else []
+    left: dict[str, NodeView] = {}
+    for one in made:
+        assert runs is not None
+        for other in (*(runs.by_name[i] for i in one.inputs if i in runs.by_name), *runs.users.get(one.name, ())):
+            if other.kind == "cast":
+                left[other.name] = other
+    return Explanation(
+        node, tuple(_chain(node, view, level)), *_casts_around(node, view), tuple(made), tuple(left.values())
+    )
+
+
+def _casts_around(node: NodeView, view: GraphView) -> tuple[tuple[NodeView, ...], tuple[NodeView, ...]]:
+    read = (view.by_name[i] for i in node.inputs if i in view.by_name)
+    return tuple(n for n in read if n.kind == "cast"), tuple(n for n in view.users[node.name] if n.kind == "cast")
+
+
+def _chain(node: NodeView, view: GraphView, level: str) -> list[Link]:
+    links: list[Link] = []
+    seen: set[str] = set()
+    step: NodeView | None = node
+    while step is not None and step.name not in seen and len(links) < _LENGTH:
+        seen.add(step.name)
+        links.append(Link(step, _by(step, level), step.reason))
+        step = _decided_by(step, view)
+    return links
+
+
+def _by(node: NodeView, level: str) -> str:
+    rule = RULES.get(node.rule, node.rule)
+    if node.kind in INPUTS:
+        return f"a {node.kind}: keeps its dtype"
+    if node.rule == "table":
+        says = LEVELS.get((level, node.cls), "it moves or selects values: it follows its input")
+        return f"{rule} has {node.op} as {node.cls.upper()}; {says}"
+    return rule
+
+
+_NAMED = re.compile(r"\b(?:follows|computes with|an output of|backward of) (\w[\w.]*)")
+
+
+def _decided_by(node: NodeView, view: GraphView) -> NodeView | None:
+    """The node that this one's reason points at, if it points at one."""
+    named = _NAMED.search(node.reason)
+    if named and named[1] in view.by_name:
+        return view.by_name[named[1]]
+    points = node.reason.startswith(("follows its input", "all its inputs are low")) or node.rule == "getitem"
+    if not points:
+        return None
+    floats = [_behind(view.by_name[i], view) for i in node.inputs if i in view.by_name]
+    floats = [n for n in floats if n.values and n.values[0].dtype in ("float32", "float16", "bfloat16")]
+    same = [n for n in floats if n.precision == node.precision]
+    return next(iter(same or floats), None)
+
+
+def _behind(node: NodeView, view: GraphView) -> NodeView:
+    """What a cast casts."""
+    while node.kind == "cast" and node.inputs and node.inputs[0] in view.by_name:
+        node = view.by_name[node.inputs[0]]
+    return node
+
+
+# ---------------------------------------------------------------------------------------------- as text
+
+
+def lines(found: Explanation, view: GraphView) -> list[Text]:
+    """The explanation for a terminal."""
+    node = found.node
+    colour = COLOURS.get(node.precision, COLOURS[""])[0]
+    text = [
+        Text.assemble((node.title, "bold"), f"  {node.op}  ", (node.value, "dim"), "  ",
+                      (node.precision or node.kind, f"bold {colour}".strip())),
+    ]  # fmt: skip
+    if node.module:
+        cls = view.classes.get(node.module, "")
+        text.append(Text.assemble("  module   ", (node.module, "blue"), f" ({cls})" if cls else ""))
+    if node.source:
+        text.append(Text(f"  source   {node.source}"))
+    for place, link in enumerate(found.chain):
+        if place:
+            text.append(Text.assemble("  because  ", (link.node.title, "bold"), f" ({link.node.op}) is ",
+                                      (link.node.precision or link.node.value, "bold")))  # fmt: skip
+        text.append(Text(f"  {'why' if not place else '':<8} {link.by}"))
+        if link.reason and link.reason not in link.by:
+            text.append(Text(f"  {'':<8} {link.reason}", style="dim"))
+    for what, casts in (("reads", found.casts_in), ("is read", found.casts_out)):
+        for cast in casts:
+            text.append(Text(f"  {what:<8} {_cast(cast, view)}", style=CAST[0]))
+    around = (*found.casts_in, *found.casts_out)
+    if around:
+        text.append(Text(f"  cost     {count(len(around), 'cast')} around it, {size(found.cast_bytes)} written"))
+    else:
+        text.append(Text("  cost     no cast around it"))
+    if found.runs_as:
+        names = ", ".join(dict.fromkeys(n.op for n in found.runs_as))
+        left = sum(n.nbytes for n in found.casts_left)
+        text.append(Text(f"  runs as  {names}; {count(len(found.casts_left), 'cast')} left around it, {size(left)}"))
+    return text
+
+
+def _cast(node: NodeView, view: GraphView) -> str:
+    source = view.by_name.get(node.inputs[0]) if node.inputs else None
+    name = source.title if source is not None else node.inputs[0] if node.inputs else "?"
+    before = SHORT.get(source.values[0].dtype, "") if source is not None and source.values else ""
+    return f"{name} cast {before} → {SHORT.get(node.values[0].dtype, '')}, {size(node.nbytes)}"
+
+
+def document(found: Sequence[Explanation]) -> list[dict[str, Any]]:
+    """Explanations as plain values."""
+    from .json import node_document
+
+    return [
+        {
+            "node": node_document(one.node),
+            "chain": [{"node": k.node.name, "op": k.node.op, "precision": k.node.precision, "by": k.by,
+                       "reason": k.reason} for k in one.chain],
+            "casts_in": [node_document(n) for n in one.casts_in],
+            "casts_out": [node_document(n) for n in one.casts_out],
+            "cast_bytes": one.cast_bytes,
+            "runs_as": [n.name for n in one.runs_as],
+            "casts_left": [node_document(n) for n in one.casts_left],
+        }
+        for one in found
+    ]  # fmt: skip

@@ -1,0 +1,234 @@
+"""``report()``: every op with its precision and why, and what it adds up to."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from .. import ir
+from ..common.errors import ArgumentError
+from ..common.files import write_text
+from ..ir.flops import node_flops
+from ..ir.view import precision_name
+from ..policy import dtype_name
+from ..rewrite.pipeline import Record
+
+LOW = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One op of one captured graph."""
+
+    node: str
+    op: str
+    module: str
+    source: str
+    precision: str
+    reason: str
+    rule: str
+    graph: int
+    flops: int = 0
+
+    def __str__(self) -> str:
+        where = f" in {self.module}" if self.module else ""
+        return f"{self.node} ({self.op}{where}): {self.precision}, {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """How often an op of ours runs in the place of ATen's, and why; forward and backward."""
+
+    op: str
+    count: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.count} × {self.op}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """Rows and totals. ``casts`` and ``cast_bytes`` are those of the graphs as they run: forward and backward
+    after folding once a graph was differentiated, the forward alone before.
+
+    It prints as a summary: the totals, a line for each part of the model (repeated layers share one), then what is
+    unusual: ops in fp32 and why, what was not captured, notes. ``full()`` has every op.
+
+    >>> import torch
+    >>> from amp_compiler import amp_compile
+    >>> fast = amp_compile(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)))
+    >>> result = fast(torch.ones(3, 4))
+    >>> print(fast.report().full(80))
+    0
+      linear    bf16  a matrix product: fast on low-precision units, which multiply
+                      low operands and add up in fp32
+    1
+      linear_1  bf16  a matrix product: fast on low-precision units, which multiply
+                      low operands and add up in fp32
+    <BLANKLINE>
+    level O2, bfloat16: 2 ops (2 bfloat16)
+    ...
+    """
+
+    rows: tuple[Row, ...] = ()
+    level: str = ""
+    dtype: str = ""
+    casts: int = 0
+    cast_bytes: int = 0
+    low_flops_share: float = 0.0
+    by_precision: dict[str, int] = field(default_factory=dict)
+    not_captured: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    kernels: tuple[Kernel, ...] = ()
+    #: shares of the work that ran "captured", under "autocast" and in "float32"; None unless ``inputs`` were given
+    work: dict[str, float] | None = None
+    #: module path -> its share of ``casts``; None where that is not known
+    casts_by_module: dict[str, int] | None = None
+    #: memory that the CPU's kernels keep in this process for their next calls, for all models together
+    scratch_bytes: int = 0
+    #: the graphs after each stage, for pictures
+    stages: tuple[Record, ...] = field(default=(), repr=False, compare=False)
+
+    def why(self, text: str) -> list[Row]:
+        """The rows whose node, op or module contains ``text``; a text that is in none is an error that suggests one."""
+        found = [r for r in self.rows if text in r.node or text in r.op or text in r.module]
+        if not found:
+            known = {name: None for r in self.rows for name in (r.op, r.node, r.module, *r.module.split(".")) if name}
+            near = difflib.get_close_matches(text, known, n=3)
+            hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else self._ops()
+            raise ArgumentError(f"No node, op or module of the report has {text!r} in its name. {hint}")
+        return found
+
+    def _ops(self) -> str:
+        ops = sorted({r.op for r in self.rows})
+        return f"Its ops are {', '.join(ops)}." if ops else "Nothing is captured yet: call the model first."
+
+    def full(self, width: int | None = None) -> str:
+        """Every row as text, below its module. ``width``: of a line; the terminal's if it is left out."""
+        from .render.summary import full
+        from .render.text import plain
+
+        return plain(full(self, width))
+
+    def to_json(self) -> str:
+        """The report as JSON: ``schema`` (its version), the totals, ``rows`` as objects. The schema is the file
+        ``amp_compiler/inspect/render/schema.json``; the CLI's ``dump --format json`` adds the graph's nodes to it."""
+        from .render.json import report_text
+
+        return report_text(self)
+
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+        """One self-contained page: the graph after each pass, every op's reason, the totals. Written to ``path`` if
+        one is given; returned in any case."""
+        from .render.html import report_page
+
+        text = report_page(self)
+        if path is not None:
+            write_text(path, text)
+        return text
+
+    def _repr_html_(self) -> str:
+        """The summary, and the rows as a table, for notebooks."""
+        from .render.notebook import table
+
+        return table(self)
+
+    @classmethod
+    def from_json(cls, given: str | Mapping[str, Any]) -> Report:
+        """A report from what ``to_json`` wrote."""
+        from .render.json import SCHEMA_VERSION
+
+        data = dict(json.loads(given) if isinstance(given, str) else given)
+        if data.pop("schema", SCHEMA_VERSION) != SCHEMA_VERSION:
+            raise ValueError(f"a report of another schema than {SCHEMA_VERSION}")
+        rows = tuple(Row(**row) for row in data.pop("rows"))
+        kernels = tuple(Kernel(**kernel) for kernel in data.pop("kernels", ()))
+        known: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+        return cls(rows, **known, kernels=kernels)
+
+    def __str__(self) -> str:
+        from .render.summary import lines
+        from .render.text import plain
+
+        return plain(lines(self))
+
+
+def work_line(work: Mapping[str, float]) -> str:
+    """The shares of work in one line."""
+    return (f"work by FLOPs: {work['captured']:.1%} captured, {work['autocast']:.1%} under autocast, "
+            f"{work['float32']:.1%} in float32 outside of graphs")  # fmt: skip
+
+
+def graph_rows(gm: fx.GraphModule, index: int) -> list[Row]:
+    """A row for each op of a rewritten graph; inserted casts and selections of outputs are no rows."""
+    rows = []
+    for name, inner in ir.all_graphs(gm):
+        for node in inner.graph.nodes:
+            known = ir.decision(node)
+            if node.op != "call_function" or known is None or known.rule in ("inserted", "getitem"):
+                continue
+            values = [v for v in ir.tensor_outputs(node) if v is not None]
+            if not values and not ir.is_higher_order(node):
+                continue
+            rows.append(
+                Row(f"{name}.{node.name}" if name else node.name, ir.op_name(node), ir.module_path(node),
+                    ir.source_line(node), precision_name(known.precision), known.reason, known.rule, index,
+                    node_flops(node))
+            )  # fmt: skip
+    return rows
+
+
+def cast_totals(gm: fx.GraphModule) -> tuple[int, int]:
+    """Number of float casts in a graph, and the bytes that they write."""
+    number = total = 0
+    for _, inner in ir.all_graphs(gm):
+        for node in inner.graph.nodes:
+            if ir.is_float_cast(node):
+                value = ir.tensor_of(node)
+                assert value is not None
+                number, total = number + 1, total + ir.nbytes(value)
+    return number, total
+
+
+def kernel_counts(gm: fx.GraphModule) -> Counter[tuple[str, str]]:
+    """(op, reason) of every op of ours in a graph."""
+    return Counter((ir.op_name(n), n.meta[ir.KERNEL]) for _, inner in ir.all_graphs(gm) for n in inner.graph.nodes
+                   if ir.KERNEL in n.meta and ir.op_name(n).startswith("amp::"))  # fmt: skip
+
+
+def build_report(
+    rows: Iterable[Row], casts: Iterable[tuple[int, int]], *, level: str, dtype: torch.dtype,
+    not_captured: Iterable[str] = (), notes: Iterable[str] = (),
+    kernels: Iterable[Counter[tuple[str, str]]] = (), stages: Sequence[Record] = (),
+    work: Mapping[str, float] | None = None, scratch_bytes: int = 0,
+) -> Report:  # fmt: skip
+    """Add up rows and cast totals."""
+    rows, casts = tuple(rows), list(casts)
+    flops = sum(r.flops for r in rows)
+    low = sum(r.flops for r in rows if r.precision in LOW)
+    return Report(
+        rows, level, dtype_name(dtype), sum(n for n, _ in casts), sum(b for _, b in casts),
+        low / flops if flops else 0.0, dict(Counter(r.precision for r in rows)), tuple(not_captured), tuple(notes),
+        tuple(Kernel(op, count, reason) for (op, reason), count in sorted(sum(kernels, Counter()).items())),
+        None if work is None else dict(work), casts_by_module(stages), scratch_bytes, tuple(stages),
+    )  # fmt: skip
+
+
+def casts_by_module(stages: Sequence[Record]) -> dict[str, int] | None:
+    """The casts of the graphs that run, by module: of each captured graph the last stage tells."""
+    last: list[Record] = []
+    for stage in stages:
+        if stage.name == "capture" or not last:
+            last.append(stage)
+        elif stage.graph != "weights":
+            last[-1] = stage
+    return dict(Counter(node.module for stage in last for node in stage.view.casts)) if last else None

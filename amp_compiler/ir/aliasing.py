@@ -1,0 +1,74 @@
+"""Which nodes share memory, and which memory is written to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from .graphs import operands, subgraphs
+from .schema import is_getitem, is_higher_order, mutated_args, op_name, schema_args, tensor_args
+
+#: composite ops that give back their input itself when there is nothing to do, without saying so in their schema
+MAY_RETURN_INPUT = frozenset({
+    "reshape", "contiguous", "flatten", "to", "type_as", "dropout", "feature_dropout", "alpha_dropout", "reshape_as",
+    "unflatten", "ravel", "resolve_conj", "resolve_neg", "atleast_1d", "atleast_2d", "atleast_3d", "expand_as",
+    "view_as", "narrow", "swapaxes", "swapdims", "moveaxis", "movedim", "broadcast_to", "pad", "real", "sum_to_size",
+    "feature_alpha_dropout",
+})  # fmt: skip
+
+
+def alias_classes(graph: fx.Graph) -> dict[fx.Node, int]:
+    """A number for each tensor node, equal for nodes that may share memory: views, in-place results, selections."""
+    parent: dict[fx.Node, fx.Node] = {}
+
+    def find(node: fx.Node) -> fx.Node:
+        while (up := parent.setdefault(node, node)) is not node:
+            parent[node] = parent.setdefault(up, up)
+            node = up
+        return node
+
+    for node in graph.nodes:
+        find(node)
+        if is_getitem(node) and isinstance(node.args[0], fx.Node):
+            parent[find(node)] = find(node.args[0])
+        elif node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            named = dict(schema_args(node))
+            may_return_input = op_name(node) in MAY_RETURN_INPUT
+            for argument in node.target._schema.arguments:
+                value = named.get(argument.name)
+                shares = argument.alias_info is not None or (may_return_input and argument.name in ("self", "input"))
+                if shares and isinstance(value, fx.Node):
+                    parent[find(node)] = find(value)
+    numbers: dict[fx.Node, int] = {}
+    return {node: numbers.setdefault(find(node), len(numbers)) for node in graph.nodes}
+
+
+def written_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """Every node whose memory some node of the graph writes to, views of it included."""
+    written = {a for n in graph.nodes for name, a in tensor_args(n) if name in mutated_args(n)}
+    written |= {a for n in graph.nodes if is_higher_order(n) for a in _written_by_bodies(n)}
+    if not written:
+        return set()
+    classes = alias_classes(graph)
+    touched = {classes[n] for n in written}
+    return {n for n, number in classes.items() if number in touched}
+
+
+def _written_by_bodies(node: fx.Node) -> Iterator[fx.Node]:
+    """The arguments of a higher-order node that a graph inside it writes to."""
+    owner = node.graph.owning_module
+    for _, body in subgraphs(owner, node) if owner is not None else ():
+        written = written_nodes(body.graph)
+        yield from (given for place, given in operands(node, body) if place in written)
+
+
+def output_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """Every node that shares memory with an output of the graph."""
+    last = next(iter(reversed(graph.nodes)))
+    results = {n for n in pytree.tree_leaves(last.args) if isinstance(n, fx.Node)}
+    classes = alias_classes(graph)
+    numbers = {classes[n] for n in results}
+    return {n for n, number in classes.items() if number in numbers}

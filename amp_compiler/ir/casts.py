@@ -1,0 +1,73 @@
+"""Casts, in both dialects: ``aten.to.dtype`` in pre-dispatch ATen, ``aten._to_copy`` in functional ATen."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from .values import tensor_of
+
+aten = torch.ops.aten
+
+
+def is_cast(node: fx.Node) -> bool:
+    """True for an explicit dtype conversion that does nothing else (no device, no layout change)."""
+    if node.op != "call_function":
+        return False
+    if node.target is aten.to.dtype or node.target is torch.ops.prims.convert_element_type.default:
+        return len(node.args) == 2 and not any(node.kwargs.values())
+    return node.target is aten._to_copy.default and "dtype" in node.kwargs and _changes_only_dtype(node)
+
+
+def _changes_only_dtype(node: fx.Node) -> bool:
+    """``_to_copy`` as autograd writes it names the layout and device that the value has anyway."""
+    source = node.args[0]
+    before = tensor_of(source) if isinstance(source, fx.Node) else None
+    for key, value in node.kwargs.items():
+        if key == "dtype" or value is None or value is False:
+            continue
+        if before is None or (key, value) not in (("layout", before.layout), ("device", before.device)):
+            return False
+    return True
+
+
+def cast_dtype(node: fx.Node) -> torch.dtype:
+    """The dtype that a cast node converts to."""
+    dtype = node.kwargs["dtype"] if node.target is aten._to_copy.default else node.args[1]
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def cast_source(node: fx.Node) -> fx.Node:
+    """The node whose value a cast node converts."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return source
+
+
+def is_float_cast(node: fx.Node) -> bool:
+    """True for a cast between two different float dtypes: what reports and benchmarks count."""
+    if not is_cast(node):
+        return False
+    source, result = tensor_of(cast_source(node)), tensor_of(node)
+    return (
+        source is not None and result is not None and source.dtype != result.dtype
+        and source.dtype.is_floating_point and result.dtype.is_floating_point
+    )  # fmt: skip
+
+
+def lossless(source: torch.dtype, target: torch.dtype) -> bool:
+    """True when every value of ``source`` is a value of ``target``, so that a cast changes nothing."""
+    if source == target:
+        return True
+    exact: dict[torch.dtype, tuple[torch.dtype, ...]] = {
+        torch.float16: (torch.float32, torch.float64),
+        torch.bfloat16: (torch.float32, torch.float64),
+        torch.float32: (torch.float64,),
+        torch.bool: (torch.bfloat16, torch.float16, torch.float32, torch.float64),
+        torch.uint8: (torch.bfloat16, torch.float16, torch.float32, torch.float64),
+        torch.int8: (torch.bfloat16, torch.float16, torch.float32, torch.float64),
+        torch.int16: (torch.float32, torch.float64),
+        torch.int32: (torch.float64,),
+    }
+    return target in exact.get(source, ())

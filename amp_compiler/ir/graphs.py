@@ -1,0 +1,73 @@
+"""Graphs inside of graphs, and new nodes in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from .meta import CLOSED, ROLE, Role
+from .schema import is_getitem, is_higher_order, op_name
+
+
+def call(graph: fx.Graph, mode: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+    """A new node at the graph's insertion point, with the value that its op gives on fakes."""
+    node = graph.call_function(target, args, kwargs)
+    given, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+    with mode, torch.no_grad():
+        node.meta["val"] = target(*given, **named)
+    return node
+
+
+def unscale_of(gm: fx.GraphModule) -> tuple[fx.Node, list[fx.Node], list[int]] | None:
+    """(``amp::unscale``, the gradients that go in, the places of the outputs that come out of it) of a training step;
+    None if a gradient is sparse or is rounded again behind it, as a low parameter's is."""
+    op = next((n for n in gm.graph.nodes if op_name(n) == "amp::unscale"), None)
+    last = next(iter(reversed(gm.graph.nodes)))
+    results = pytree.tree_leaves(last.args[0])
+    places = [i for i, role in enumerate(gm.meta[ROLE]) if role.kind == "gradient"]
+    if op is None or not all(is_getitem(results[i]) for i in places):
+        return None
+    given = [n for n in pytree.tree_leaves(op.args[0]) if isinstance(n, fx.Node)]
+    return None if any(n.meta["val"].layout is not torch.strided for n in given) else (op, given, places)
+
+
+def add_input(graph: fx.Graph, name: str, role: Role, value: torch.Tensor) -> fx.Node:
+    """A new last input of a joint graph. Its target begins as torch's partitioners know the inputs of a backward."""
+    last = [n for n in graph.nodes if n.op == "placeholder"][-1]
+    with graph.inserting_after(last):
+        node = graph.placeholder(f"tangents_{name}")
+    node._rename(name)
+    node.meta.update({"val": value, ROLE: role})
+    return node
+
+
+def operands(node: fx.Node, body: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """(input of the body, argument of the higher-order node) for each input of a graph inside a node."""
+    places = [n for n in body.graph.nodes if n.op == "placeholder"]
+    leaves = pytree.tree_leaves((node.args, node.kwargs))
+    given = [a for a in leaves if isinstance(a, fx.Node) and a.op != "get_attr"]
+    yield from zip(places, given[max(len(given) - len(places), 0) :], strict=False)
+
+
+def subgraphs(gm: fx.GraphModule, node: fx.Node) -> list[tuple[str, fx.GraphModule]]:
+    """The graphs that a higher-order node holds and that may be rewritten, with their names, in argument order."""
+    found = []
+    for value in pytree.tree_leaves((node.args, node.kwargs)):
+        if isinstance(value, fx.Node) and value.op == "get_attr":
+            inner = getattr(gm, str(value.target), None)
+            if isinstance(inner, fx.GraphModule) and CLOSED not in inner.meta:
+                found.append((str(value.target), inner))
+    return found
+
+
+def all_graphs(gm: fx.GraphModule, prefix: str = "") -> Iterator[tuple[str, fx.GraphModule]]:
+    """``gm`` and every graph below it, each with its dotted name."""
+    yield prefix, gm
+    for node in gm.graph.nodes:
+        if is_higher_order(node):
+            for name, inner in subgraphs(gm, node):
+                yield from all_graphs(inner, f"{prefix}.{name}" if prefix else name)

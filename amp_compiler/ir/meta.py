@@ -1,0 +1,118 @@
+"""What the compiler writes on a graph and its nodes: the keys of ``meta``, and the values behind them."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..policy.ops.row import OpClass
+
+META = "amp"  # node.meta key of the Decision
+PARAMETER = "amp_parameter"  # node.meta key, True on an input that is a leaf and needs a gradient
+NESTED = "amp_nested"  # node.meta key of the policy of a part that was compiled by itself (see nesting.py)
+REGION = "amp_region"  # node.meta key of the precision region a node stands in (see passes/normalize.py)
+DTYPE_OF = "amp_dtype_of"  # node.meta key: name of the node whose dtype this one names
+NUMBER_OF = "amp_number_of"  # node.meta key: name of the node whose dtype's limit (torch.finfo) is a number here
+STATE = "amp_state"  # gm.meta key: (output, input) positions of what the model keeps between calls
+CONSTANT = "amp_constant"  # node.meta key: the value of an input that is a constant of the model's code
+CLOSED = "amp_closed"  # gm.meta key: a body that no pass may look into
+OUTPUT_DTYPES = "amp_output_dtypes"  # gm.meta key: what the model's outputs are, where tracing lost it
+KERNEL = "amp_kernel"  # node.meta key: why an op of ours is in the place of ATen's
+LOSS = "amp_loss"  # gm.meta key: the output that is the loss, in the graph of a training step
+ROLE = "amp_role"  # node.meta key of the Role of an input of a joint graph; gm.meta key: those of its outputs
+RESTORED = "amp_restored"  # gm.meta key: the Roles of outputs that a skipped update must leave as they were
+WEIGHTS = "amp_weights"  # gm.meta key: the graph that makes the low copies of weights, once an update
+PATH = "amp_path"  # node.meta key on an input that is a parameter or buffer: its path in the model
+ORIGIN = "amp_origin"  # node.meta key of the Origin (see passes/mark_dtype_origin.py)
+WIDE = "amp_wide"  # node.meta key on an input that counts as wide: what made it so (see wide.py)
+
+
+class Mode(enum.Enum):
+    """What the arguments of a node must look like."""
+
+    CAST = "cast"  # every float argument is cast to the node's precision
+    TRACED = "traced"  # every float argument has the dtype that it was traced with
+    NATIVE = "native"  # arguments stay as they come; torch's own type promotion decides
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The precision of one node and why. ``out`` holds the dtype of each output tensor (None: no float).
+
+    ``named``: what the node's own dtype argument has to become. ``numbers``: new values of number arguments. ``wide``:
+    for each output, what made it wide, or an empty text (see ``wide.py``).
+    """
+
+    mode: Mode
+    precision: torch.dtype | None
+    reason: str
+    cls: OpClass | None = None
+    out: tuple[torch.dtype | None, ...] = ()
+    keep_args: tuple[str, ...] = ()
+    rule: str = ""  # short machine-readable source of the decision: "table", "exclude", "black_list" …
+    named: torch.dtype | None = None
+    numbers: tuple[tuple[str, float], ...] = ()
+    wide: tuple[str, ...] = ()
+
+
+def decision(node: fx.Node) -> Decision | None:
+    """The decision on ``node``, or None before ``assign_precision`` ran."""
+    found = node.meta.get(META)
+    assert found is None or isinstance(found, Decision)
+    return found
+
+
+def decide(node: fx.Node, value: Decision) -> None:
+    """Write ``value`` on ``node``."""
+    node.meta[META] = value
+
+
+def amend(node: fx.Node, **changes: Any) -> None:
+    """Change some fields of the decision on ``node``."""
+    node.meta[META] = replace(node.meta[META], **changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What the twin trace tells of one node: the same code, run with every fp32 tensor in the low dtype.
+
+    ``follows``: the dtype that the node names was another tensor's, so it is not the author's explicit choice.
+    ``of``: the name of that tensor's node, if known. ``twin``: the dtype of its result in the twin. ``numbers``:
+    (argument, value) of each number that is another one in the low dtype (``torch.finfo(x.dtype).min``);
+    ``numbers_of``: the name of the node that was asked for its dtype there, if known. ``unsure``: why the node is to
+    stay as it was traced, if so.
+    """
+
+    follows: bool = False
+    twin: torch.dtype | None = None
+    numbers: tuple[tuple[str, float], ...] = ()
+    unsure: str = ""
+    of: str = ""
+    numbers_of: str = ""
+
+
+def origin(node: fx.Node) -> Origin | None:
+    """The verdict of the twin trace on ``node``, or None where there was none."""
+    found = node.meta.get(ORIGIN)
+    assert found is None or isinstance(found, Origin)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What an input or output of a training step's graph is for.
+
+    Inputs: ``primal`` (an input of the forward, ``index`` its place), ``constant``, ``tangent`` (the loss's gradient),
+    ``scale``, ``found`` (1 where an earlier micro-batch was not finite), ``saved`` (primal ``index`` before the
+    update), ``low`` (the low copy of primal ``index``), ``sum`` (its gradients so far, added to in place).
+    Outputs: ``mutation`` (the new value of primal ``index``), ``output`` (of the forward), ``gradient`` (of primal
+    ``index``), ``found``.
+    """
+
+    kind: str
+    index: int = 0
+    name: str = ""

@@ -1,0 +1,85 @@
+"""Where a node came from: the user's module, the user's line, the node that it was traced from."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from typing import Any
+
+import torch
+from torch import fx
+
+from .meta import NESTED, REGION
+
+
+def module_stack(node: fx.Node) -> list[tuple[str, Any]]:
+    """(module path, class) from the outermost module to the innermost; paths as ``named_modules`` has them."""
+    found = node.meta.get("amp_module_stack")
+    return found if found is not None else []
+
+
+def module_chain(node: fx.Node) -> list[str]:
+    """The paths of all modules around a node, outermost first, those included that are never called (a ModuleList)
+    or that a graph break hid from the tracer."""
+    found = [""]
+    for path, _ in module_stack(node):
+        parts = path.split(".") if path else []
+        for end in range(1, len(parts) + 1):
+            if (prefix := ".".join(parts[:end])) not in found:
+                found.append(prefix)
+    return found
+
+
+def module_path(node: fx.Node) -> str:
+    """The path of the innermost module that a node came from ('' for the model itself)."""
+    stack = module_stack(node)
+    return stack[-1][0] if stack else ""
+
+
+_TORCH = os.path.dirname(torch.__file__)
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<where>\S+)\n\s*(?P<code>[^\n]*)')
+
+
+def source_line(node: fx.Node) -> str:
+    """``file.py:12 in forward: self.fc(x)`` for the innermost user frame, or ''."""
+    return _innermost(node.meta.get("stack_trace") or "")
+
+
+@functools.lru_cache(maxsize=4096)  # asked for at each stage of a graph, and the ops of a line share their trace
+def _innermost(trace: str) -> str:
+    frames = _FRAME.findall(trace)
+    if not frames:
+        return ""
+    own = [frame for frame in frames if not frame[0].startswith(_TORCH)]
+    file, line, where, code = (own or frames)[-1]
+    return f"{file}:{line} in {where}: {code.strip()}"
+
+
+def inherit_origin(node: fx.Node, origin: fx.Node) -> None:
+    """Give a new node the source line and module of the node that it was made for."""
+    for key in ("stack_trace", "nn_module_stack", "amp_module_stack", "seq_nr", "from_node", "custom", REGION, NESTED):
+        if key in origin.meta:
+            node.meta[key] = origin.meta[key]
+
+
+# torch's tracers leave on a node (torch 2.13): ``meta["from_node"]``, which names the node that an interpreter ran;
+# ``meta["seq_nr"]``, autograd's number of an op, which its backward ops share; and ``autograd_backward`` or
+# ``partitioner_tag``, which mark the nodes of a backward.
+
+
+def traced_from(node: fx.Node) -> str:
+    """The name of the node that was running when this one was traced, or ''."""
+    found = node.meta.get("from_node")
+    return str(found[-1].name) if found else ""
+
+
+def sequence_number(node: fx.Node) -> int | None:
+    """Autograd's number of the op; shared by an op and its backward."""
+    found = node.meta.get("seq_nr")
+    return found if isinstance(found, int) and found >= 0 else None
+
+
+def in_backward(node: fx.Node) -> bool:
+    """Whether the node was traced while autograd ran a backward."""
+    return bool(node.meta.get("autograd_backward")) or node.meta.get("partitioner_tag") == "is_backward"

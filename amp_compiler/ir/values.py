@@ -1,0 +1,105 @@
+"""The tensors that nodes stand for: dtypes, sizes, fakes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from .meta import CONSTANT, META
+
+DTYPE_NAMES = {
+    torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.float64: "f64",
+    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8",
+    torch.bool: "b8", torch.complex64: "c64", torch.complex128: "c128",
+}  # fmt: skip
+LOW_DTYPES = (torch.float16, torch.bfloat16)
+#: dtypes that a precision decision may change; fp64, complex and integers are never touched
+ELIGIBLE = (torch.float32, *LOW_DTYPES)
+
+
+def tensor_outputs(node: fx.Node) -> tuple[torch.Tensor | None, ...]:
+    """The traced value of a node as a flat tuple; anything that is no tensor stands as None."""
+    val = node.meta.get("val")
+    if isinstance(val, torch.Tensor):
+        return (val,)
+    if isinstance(val, (tuple, list)):
+        return tuple(v if isinstance(v, torch.Tensor) else None for v in pytree.tree_leaves(val))
+    return ()
+
+
+def tensor_of(node: fx.Node) -> torch.Tensor | None:
+    """The single tensor that a node stands for, or None."""
+    val = node.meta.get("val")
+    return val if isinstance(val, torch.Tensor) else None
+
+
+def dtype_of(node: fx.Node) -> torch.dtype | None:
+    """The dtype of a node's value after rewriting: the decision's if there is one, else the traced one."""
+    known = node.meta.get(META)
+    if known is not None and len(known.out) == 1:
+        out: torch.dtype | None = known.out[0]
+        if out is not None:
+            return out
+    val = tensor_of(node)
+    return None if val is None else val.dtype
+
+
+def is_eligible(value: torch.Tensor | None) -> bool:
+    """True for a dense tensor whose precision may be changed."""
+    return value is not None and value.dtype in ELIGIBLE and value.layout is torch.strided
+
+
+def constant(gm: fx.GraphModule, node: Any) -> torch.Tensor | None:
+    """The tensor behind a node that stands for a constant of the model's code, or None."""
+    if not isinstance(node, fx.Node):
+        return None
+    found = getattr(gm, str(node.target), None) if node.op == "get_attr" else node.meta.get(CONSTANT)
+    return found if type(found) is torch.Tensor else None
+
+
+def nbytes(value: torch.Tensor, dtype: torch.dtype | None = None) -> int:
+    """Bytes of a (fake) tensor; a symbolic size counts with its hint."""
+    total = (dtype or value.dtype).itemsize
+    for size in value.shape:
+        total *= concrete(size)
+    return total
+
+
+def concrete(size: Any) -> int:
+    """An int for a possibly symbolic size: its hint, or 1 for an unbacked one."""
+    if isinstance(size, int):
+        return size
+    node = getattr(size, "node", None)
+    hint = getattr(node, "hint", None)
+    return int(hint) if hint is not None else 1
+
+
+def retype(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A fake tensor like ``value`` in another dtype."""
+    mode = getattr(value, "fake_mode", None)
+    if mode is None:
+        return torch.empty_strided(value.size(), value.stride(), dtype=dtype, device="meta")
+    with mode, torch.no_grad():
+        return torch.empty_strided(value.size(), value.stride(), dtype=dtype, device=value.device)
+
+
+def fake_mode(graph: fx.Graph) -> Any:
+    """The mode that the values of a graph's nodes are fakes of."""
+    values = (v for n in graph.nodes for v in tensor_outputs(n))
+    return next(m for v in values if (m := getattr(v, "fake_mode", None)) is not None)
+
+
+def output_dtypes(gm: fx.GraphModule) -> list[torch.dtype | None]:
+    """The dtype of each output of a graph as it was traced; None for what is no tensor."""
+    last = next(iter(reversed(gm.graph.nodes)))
+    values = (tensor_of(n) if isinstance(n, fx.Node) else None for n in pytree.tree_leaves(last.args[0]))
+    return [None if v is None else v.dtype for v in values]
+
+
+def answers(node: fx.Node) -> bool:
+    """True for an op that tells something of its inputs: a comparison, an argmax, the indices of a sort."""
+    values = [v for v in tensor_outputs(node) if v is not None]
+    return any(not v.dtype.is_floating_point and not v.dtype.is_complex for v in values)

@@ -1,0 +1,106 @@
+"""From what a user writes (``"linear"``, ``F.linear``, ``torch.ops.aten.linear``) to the name of a table row."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...common.errors import UnknownOpError
+from .row import Row
+from .table import ALIASES, ROWS
+
+OpLike = str | Callable[..., Any]
+
+#: torch functions whose name is not the ATen op that they run
+FUNCTION_NAMES = {
+    "cross_entropy": "cross_entropy_loss",
+    "multi_head_attention_forward": "scaled_dot_product_attention",
+    "softmin": "softmax",
+    "__matmul__": "matmul",
+    "truediv": "div",
+}
+#: other names of one op: who lists one of them means all of them
+EQUIVALENT = {
+    "nll_loss": "nll_loss_nd", "nll_loss2d": "nll_loss_nd",
+    "divide": "div", "true_divide": "div", "multiply": "mul", "subtract": "sub",
+    "_softmax": "softmax", "special_softmax": "softmax", "_log_softmax": "log_softmax",
+    "special_log_softmax": "log_softmax", "clip": "clamp", "absolute": "abs", "negative": "neg",
+    "concat": "cat", "concatenate": "cat", "arccos": "acos", "arcsin": "asin", "arctan": "atan",
+    "native_layer_norm": "layer_norm", "native_group_norm": "group_norm", "native_batch_norm": "batch_norm",
+    "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne",
+    "native_dropout": "dropout", "special_expit": "sigmoid",
+}  # fmt: skip
+
+
+@functools.cache
+def rows_by_name() -> dict[str, Row]:
+    """The table as a mapping, aliases (functional and backward forms) included."""
+    rows = {row.name: row for row in ROWS}
+    rows.update({alias: rows[name] for alias, name in ALIASES.items()})
+    return rows
+
+
+def find_row(name: str) -> Row | None:
+    """The row that governs an op; an in-place op (``relu_``) has its plain op's row."""
+    rows = rows_by_name()
+    found = rows.get(name)
+    if found is None and name.endswith("_") and not name.endswith("__"):
+        found = rows.get(name[:-1])
+    return found
+
+
+def canonical(op: OpLike) -> str:
+    """The name under which lists and policies keep an op.
+
+    >>> canonical("aten.linear"), canonical(torch.nn.functional.linear), canonical(torch.ops.aten.linear)
+    ('linear', 'linear', 'linear')
+    """
+    if type(op).__name__ == "CustomOpDef":  # what torch.library.custom_op gives
+        op = getattr(op, "_opoverload")  # noqa: B009 (no public name leads to it)
+    if isinstance(op, torch._ops.OpOverload):
+        return _known(_from_qualified(op._schema.name), op)
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        return _known(_from_qualified(op._qualified_op_name), op)
+    if isinstance(op, str):
+        return _known(_from_qualified(op), op)
+    name = getattr(op, "__name__", None)
+    if not callable(op) or name is None:
+        raise UnknownOpError(
+            f"{op!r} is no op: give a name such as 'linear', a function such as "
+            "torch.nn.functional.linear, or torch.ops.aten.linear."
+        )
+    return _known(FUNCTION_NAMES.get(name, name), op)
+
+
+def _from_qualified(text: str) -> str:
+    name = text.strip().removeprefix("torch.ops.").replace("::", ".")
+    if name.startswith("aten."):
+        return name.removeprefix("aten.").split(".")[0]
+    namespace, dot, rest = name.partition(".")
+    if dot and _exists(namespace, rest.split(".")[0]):
+        return f"{namespace}::{rest.split('.')[0]}"
+    if dot and _exists("aten", namespace):  # "linear.default"
+        return namespace
+    return name
+
+
+def _exists(namespace: str, name: str) -> bool:
+    return bool(torch._C._jit_get_schemas_for_operator(f"{namespace}::{name}"))
+
+
+def _known(name: str, given: OpLike) -> str:
+    name = FUNCTION_NAMES.get(name, name) if not _exists("aten", name) else name
+    row = find_row(name)
+    if "::" in name or row is not None or _exists("aten", name):
+        plain = row.name if row is not None and row.name + "_" == name else name
+        return EQUIVALENT.get(plain, plain)
+    near = difflib.get_close_matches(name, list(rows_by_name()), n=3, cutoff=0.6)
+    hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
+    raise UnknownOpError(
+        f"Unknown op {given!r}.{hint} Ops are named as in torch.ops.aten; "
+        "a custom op is 'namespace::name' and must be registered before the policy is made."
+    )

@@ -1,0 +1,358 @@
+"""``Policy``: an immutable value that says which precision each op, module and region gets.
+
+The policy reads the op table and answers one question, ``classify``: what class has this op, and why.
+Turning a class into a dtype at a place in a graph is ``passes/assign_precision.py``.
+
+Precedence, the first that applies wins:
+
+1. what the model's code says, the innermost first: a ``precision(...)`` scope, a nested ``torch.autocast`` region, a
+   module marked by ``set_precision`` (a module called inside a region is inside it; a region in the forward of a
+   marked module is inside that module);
+2. ``exclude`` and ``with_modules`` rules, the last matching rule first; a region wins over the rule of a module
+   around it, and the rule of a module that is called in the region wins over the region;
+3. conditional rules (op, argument, values);
+4. ``white_list`` / ``black_list`` / ``with_ops``;
+5. the op table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import fnmatch
+import functools
+import json
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..common.errors import ArgumentError, PolicyError
+from ..common.files import why_not_written
+from .dtypes import check_low_dtype, default_dtype, dtype_name, precision_dtype
+from .levels import check_level
+from .ops import torch_lists
+from .ops.names import EQUIVALENT, OpLike, canonical, find_row
+from .ops.row import OpClass, Row
+
+FILE_VERSION = 1
+DType = torch.dtype  # inside Policy, the name torch is a method
+
+
+@dataclass(frozen=True, slots=True)
+class Conditional:
+    """Run ``op`` in fp32 when its argument ``argument`` has one of ``values``."""
+
+    op: str
+    argument: str
+    values: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a policy says of one op: a class, the table's row if there is one, and why."""
+
+    cls: OpClass
+    row: Row | None
+    reason: str
+    rule: str
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A level, a low dtype, the table with the user's changes, and rules for modules.
+
+    >>> policy = Policy("O2", torch.bfloat16).with_ops(fp32=["linear"])
+    >>> policy.classify("linear").cls.value
+    'fp32'
+    """
+
+    level: str = "O2"
+    dtype: DType | None = None
+    ops: tuple[tuple[str, OpClass], ...] = ()
+    modules: tuple[tuple[str, str], ...] = ()
+    conditional: tuple[Conditional, ...] = ()
+    #: "cpu" or "cuda": reproduce torch.autocast's lists and rules of that device instead of the table
+    autocast_device: str | None = None
+
+    def __post_init__(self) -> None:
+        check_level(self.level)
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", check_low_dtype(self.dtype))
+        object.__setattr__(self, "ops", tuple(sorted(_classes(self.ops).items())))
+        object.__setattr__(self, "modules", tuple(_module_rule(rule) for rule in self.modules))
+        object.__setattr__(self, "conditional", tuple(_conditional(rule) for rule in self.conditional))
+        if self.autocast_device is not None and self.autocast_device not in torch_lists.LISTS:
+            raise PolicyError(
+                f"torch.autocast's lists are known for {', '.join(torch_lists.LISTS)}, not {self.autocast_device!r}."
+            )
+
+    # ------------------------------------------------------------------------------------ making
+
+    @classmethod
+    def default(cls, level: str = "O2", dtype: DType | str | None = None, device: Any = "cpu") -> Policy:
+        """The policy that ``amp_compile(level=, dtype=)`` uses; dtype None takes the device's default."""
+        check_level(level)
+        return cls(level, default_dtype(device) if dtype is None else check_low_dtype(dtype))
+
+    @classmethod
+    def torch(cls, device_type: str = "cpu", dtype: DType | str | None = None) -> Policy:
+        """``torch.autocast(device_type, dtype)``, list for list and rule for rule."""
+        low = default_dtype(device_type) if dtype is None else check_low_dtype(dtype)
+        return cls("auto", low, autocast_device=device_type)
+
+    def with_ops(
+        self, low: Iterable[OpLike] = (), fp32: Iterable[OpLike] = (), follow: Iterable[OpLike] = ()
+    ) -> Policy:
+        """A new policy in which these ops have another class; the newest word on an op counts."""
+        lists = (("low", OpClass.LOW, low), ("fp32", OpClass.FP32, fp32), ("follow", OpClass.FOLLOW, follow))
+        new = _classes([(op, cls) for what, cls, given in lists for op in _as_list(given, what)])
+        return dataclasses.replace(self, ops=tuple({**dict(self.ops), **new}.items()))
+
+    def with_modules(self, rules: Mapping[str, str]) -> Policy:
+        """A new policy with precision rules for modules by path pattern: ``{"encoder.*": "float32"}``."""
+        if not isinstance(rules, Mapping):
+            raise PolicyError(f"Module rules are a mapping such as {{'encoder.*': 'float32'}}, not {rules!r}.")
+        return dataclasses.replace(self, modules=self.modules + tuple(rules.items()))
+
+    def with_conditional(self, rules: Iterable[tuple[OpLike, str, Iterable[Any]]]) -> Policy:
+        """A new policy that runs an op in fp32 when an argument has one of the given values."""
+        return dataclasses.replace(self, conditional=self.conditional + tuple(_conditional(rule) for rule in rules))
+
+    # ----------------------------------------------------------------------------------- reading
+
+    @property
+    def low(self) -> DType:
+        """The low dtype, resolved."""
+        return self.dtype if self.dtype is not None else default_dtype("cpu")
+
+    @functools.cached_property
+    def _overrides(self) -> dict[str, OpClass]:
+        return dict(self.ops)
+
+    def classify(self, name: str) -> Choice:
+        """The class of an op (by its ATen name, without overload) and the reason for it."""
+        row = find_row(name)
+        plain = row.name if row is not None else name
+        chosen = self._overrides.get(EQUIVALENT.get(plain, plain)) or self._overrides.get(name)
+        if chosen is not None:
+            listed = {OpClass.LOW: "white list", OpClass.FP32: "black list"}.get(
+                chosen, f"{chosen.value} list"
+            )
+            return Choice(chosen, row, f"on your {listed}", listed.replace(" ", "_"))
+        if row is None:
+            reason = f"unlisted: not known to be safe in low precision; white_list=[{name!r}] runs it there"
+            return Choice(OpClass.KEEP, None, reason, "unlisted")
+        return Choice(row.cls, row, row.reason, "table")
+
+    def condition_for(self, name: str, arguments: Mapping[str, Any]) -> Conditional | None:
+        """The conditional rule that applies to a call with these arguments, if one does."""
+        plain = EQUIVALENT.get(name, name)
+        for rule in self.conditional:
+            if rule.op in (name, plain) and rule.argument in arguments:
+                value = _frozen(arguments[rule.argument])
+                if any((type(value) is not bool and value == v) or value is v for v in rule.values):
+                    return rule
+        return None
+
+    def module_rule(self, path: str) -> tuple[str, DType] | None:
+        """(pattern, dtype) of the last rule that matches a module path, if one does."""
+        for pattern, precision in reversed(self.modules):
+            if matches(pattern, path):
+                return pattern, precision_dtype(precision)
+        return None
+
+    # ------------------------------------------------------------------------------------- files
+
+    def to_file(self, path: str | os.PathLike[str]) -> None:
+        """Write the policy as TOML; the file is replaced whole or not at all."""
+        target = Path(path)
+        text = self.to_toml()
+        if not target.name:
+            raise PolicyError(f"The policy could not be written to {str(path)!r}: give the path of a file.")
+        scratch = target.with_name(f".{os.getpid()}.amp-policy.tmp")
+        try:
+            scratch.write_text(text, encoding="utf-8")
+            os.replace(scratch, target)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                scratch.unlink(missing_ok=True)
+            raise PolicyError(
+                f"The policy could not be written to {target}: {why_not_written(target, error)}."
+            ) from error
+
+    def to_toml(self) -> str:
+        """The policy as TOML text."""
+        lines = [
+            "# amp-compiler policy: edit, version and diff it; load it with Policy.from_file",
+            f"version = {FILE_VERSION}",
+            f"level = {_toml(self.level)}",
+        ]
+        if self.dtype is not None:
+            lines.append(f"dtype = {_toml(dtype_name(self.dtype))}")
+        if self.autocast_device is not None:
+            lines.append(f"autocast_device = {_toml(self.autocast_device)}")
+        lines += ["", "[ops]"]
+        for cls in (OpClass.LOW, OpClass.FP32, OpClass.FOLLOW):
+            lines.append(f"{cls.value} = {_toml([n for n, c in self.ops if c is cls])}")
+        for pattern, precision in self.modules:
+            lines += ["", "[[module]]", f"pattern = {_toml(pattern)}", f"precision = {_toml(precision)}"]
+        for rule in self.conditional:
+            lines += ["", "[[conditional]]", f"op = {_toml(rule.op)}", f"argument = {_toml(rule.argument)}",
+                      f"values = {_toml(list(rule.values))}"]  # fmt: skip
+        return "\n".join(lines) + "\n"
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> Policy:
+        """Read a policy that ``to_file`` wrote or a person edited."""
+        try:
+            data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise PolicyError(f"The policy file {path} cannot be read: {error.strerror or error}.") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise PolicyError(
+                f"The policy file {path} is not TOML: {error}. Compare it with Policy.to_file's."
+            ) from None
+        try:
+            return cls.from_dict(data)
+        except ArgumentError as error:
+            raise PolicyError(f"In the policy file {path}: {error}") from error
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Policy:
+        """A policy from parsed TOML; unknown keys are errors, with the nearest known one."""
+        _check_keys(
+            "the file", data, ("version", "level", "dtype", "autocast_device", "ops", "module", "conditional")
+        )
+        version = data.get("version", FILE_VERSION)
+        if version != FILE_VERSION:
+            raise PolicyError(
+                f"version is {version!r}; this release reads {FILE_VERSION}. Update amp-compiler."
+            )
+        dtype, device = data.get("dtype"), data.get("autocast_device")
+        if device is not None and not isinstance(device, str):
+            raise PolicyError(f"autocast_device must be a text such as 'cpu', not {device!r}.")
+        policy = cls(
+            data.get("level", "O2"), None if dtype is None else check_low_dtype(dtype), autocast_device=device
+        )
+        ops = data.get("ops", {})
+        if not isinstance(ops, dict):
+            raise PolicyError("ops must be a table: write [ops] and below it low, fp32 and follow lists.")
+        _check_keys("[ops]", ops, ("low", "fp32", "follow"))
+        policy = policy.with_ops(**{key: _as_list(value, key) for key, value in ops.items()})
+        tables = _tables(data, "module", ("pattern", "precision"))
+        policy = dataclasses.replace(policy, modules=tuple((t["pattern"], t["precision"]) for t in tables))
+        rules = _tables(data, "conditional", ("op", "argument", "values"))
+        return policy.with_conditional(
+            (r["op"], r["argument"], _as_list(r["values"], "values")) for r in rules
+        )
+
+
+# ---------------------------------------------------------------------------------------------- checks
+
+
+def matches(pattern: str, path: str) -> bool:
+    """True if a module path fits a pattern; ``encoder.*`` also fits everything below ``encoder``."""
+    return fnmatch.fnmatchcase(path, pattern) or fnmatch.fnmatchcase(path, pattern + ".*")
+
+
+def _as_list(given: object, what: str) -> list[Any]:
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise PolicyError(f"{what} must be a list of ops, not {given!r}: write [{given!r}].")
+    return list(given)
+
+
+def _check_keys(where: str, data: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    for key in data:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f" Did you mean '{near[0]}'?" if near else f" Known: {', '.join(known)}."
+            raise PolicyError(f"Unknown key '{key}' in {where}.{hint}")
+
+
+def _tables(data: Mapping[str, Any], key: str, fields: tuple[str, ...]) -> list[Mapping[str, Any]]:
+    tables = data.get(key, [])
+    if not isinstance(tables, list) or not all(isinstance(t, dict) for t in tables):
+        raise PolicyError(f"'{key}' must be written as [[{key}]] tables.")
+    for table in tables:
+        _check_keys(f"[[{key}]]", table, fields)
+        missing = [f for f in fields if f not in table]
+        if missing:
+            raise PolicyError(f"A [[{key}]] table lacks '{missing[0]}'.")
+    return tables
+
+
+def _classes(given: Iterable[tuple[OpLike, OpClass]]) -> dict[str, OpClass]:
+    """Canonical name -> class; an op with two classes, or one that cannot have any, is an error."""
+    classes: dict[str, OpClass] = {}
+    for op, cls in given:
+        if cls not in (OpClass.LOW, OpClass.FP32, OpClass.FOLLOW):
+            raise PolicyError(f"{op!r} cannot be listed as {cls!r}: choose the class low, fp32 or follow.")
+        name = canonical(op)
+        if classes.get(name, cls) is not cls:
+            raise PolicyError(
+                f"'{name}' stands on two lists ({classes[name].value} and {cls.value}): take it off one of them."
+            )
+        row = find_row(name)
+        if row is not None and row.cls is OpClass.KEEP:
+            raise PolicyError(f"'{name}' cannot be given a precision: {row.reason}.")
+        classes[name] = cls
+    return classes
+
+
+def _module_rule(rule: Any) -> tuple[str, str]:
+    try:
+        pattern, precision = rule
+    except (TypeError, ValueError):
+        raise PolicyError(f"A module rule is (pattern, precision), not {rule!r}.") from None
+    if not isinstance(pattern, str) or not pattern:
+        raise PolicyError(f"A module rule needs a path pattern such as 'encoder.*', not {pattern!r}.")
+    return pattern, dtype_name(precision_dtype(precision))
+
+
+def _conditional(rule: Any) -> Conditional:
+    if isinstance(rule, Conditional):
+        rule = (rule.op, rule.argument, rule.values)
+    try:
+        op, argument, values = rule
+        if isinstance(values, str):
+            raise TypeError
+        frozen = tuple(_frozen(v) for v in values)
+    except (TypeError, ValueError):
+        raise PolicyError(
+            f"A conditional rule is (op, argument, values), such as ('softplus', 'beta', [1]); got {rule!r}."
+        ) from None
+    name = canonical(op)
+    _check_argument(name, argument)
+    return Conditional(name, argument, frozen)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(v) for v in value) if isinstance(value, (list, tuple)) else value
+
+
+def _check_argument(name: str, argument: str) -> None:
+    namespace, _, short = name.rpartition("::")
+    schemas = torch._C._jit_get_schemas_for_operator(f"{namespace or 'aten'}::{short}")
+    known = sorted({a.name for s in schemas for a in s.arguments})
+    if schemas and argument not in known:
+        raise PolicyError(f"'{name}' has no argument {argument!r}; it has {', '.join(known)}.")
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_toml(v) for v in value) + "]"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    raise PolicyError(
+        f"{value!r} cannot be written to a policy file: use texts, numbers, booleans or lists of them."
+    )

@@ -1,0 +1,182 @@
+"""Precision chosen inside a model's own code: ``precision(...)`` regions and ``set_precision`` on modules."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+from torch import nn
+
+from ..common.errors import ArgumentError
+from .dtypes import dtype_name, precision_dtype
+
+ATTRIBUTE = "_amp_precision"
+
+# A scope is marked in a captured graph by a node where it begins and one where it ends ("": the end). They stand in
+# one row with the nodes of nested torch.autocast regions and carry the module stack of the code that opened them, so
+# that ``normalize`` knows which is inside which; an annotation of the nodes between would not tell. The op is
+# composite: a plain torch.compile, which knows nothing of us, decomposes it to nothing.
+_LIBRARY = torch.library.Library("amp", "FRAGMENT")
+_LIBRARY.define("scope(str precision) -> ()")
+_LIBRARY.impl("scope", lambda precision: None, "CompositeImplicitAutograd")
+torch.fx.node.has_side_effect(torch.ops.amp.scope.default)
+# Tells which output of a graph is the loss that a training step differentiates; ``capture/lower.py`` takes it out.
+_LIBRARY.define("loss(Tensor(a) loss) -> Tensor(a)")
+_LIBRARY.impl("loss", torch.ops.aten.alias.default, "CompositeImplicitAutograd")
+
+
+def precision(dtype: Any) -> contextlib.AbstractContextManager[None]:
+    """Run the ops inside in ``"float32"``, ``"float16"`` or ``"bfloat16"``, whatever the level says.
+
+    A context manager and a decorator, for use inside a model's code; the innermost wins. Outside of a model that
+    is being captured it does nothing.
+
+    >>> with precision("float32"):
+    ...     y = torch.ones(2) * 3
+    """
+    return _scope(dtype_name(precision_dtype(dtype)))
+
+
+@contextlib.contextmanager
+def _scope(name: str) -> Iterator[None]:
+    """A generator, because Dynamo (torch 2.13) does not trace a class with ``__enter__`` here."""
+    if not torch.compiler.is_compiling():
+        with _opened_by_python(name):
+            yield
+        return
+    torch.ops.amp.scope(name)
+    try:
+        yield
+    finally:
+        torch.ops.amp.scope("")
+
+
+class _Thread(threading.local):
+    """The precision scopes that plain Python, not a trace, has opened: those that are open, and how many there were."""
+
+    def __init__(self) -> None:
+        self.open: list[str] = []
+        self.count = 0
+        self.calls = 0  # of compiled models that are running
+
+
+_PYTHON = _Thread()
+
+
+@contextlib.contextmanager
+def _opened_by_python(name: str) -> Iterator[None]:
+    """Remember the scope, and let Dynamo's guards see it, so that code compiled inside is not reused outside.
+
+    They look at whether autocast keeps a cache (torch 2.13). In a call of a compiled model autocast is off, so that
+    the switch does nothing else there.
+    """
+    _PYTHON.open.append(name)
+    _PYTHON.count += 1
+    before = torch.is_autocast_cache_enabled()
+    if _PYTHON.calls:
+        torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+        _PYTHON.open.pop()
+
+
+@contextlib.contextmanager
+def inside_call() -> Iterator[Surroundings]:
+    """A call of a compiled model; yields the regions around it."""
+    _PYTHON.calls += 1
+    try:
+        yield Surroundings.now()
+    finally:
+        _PYTHON.calls -= 1
+
+
+def is_inside_call() -> bool:
+    """Whether a model of ours is being called or captured in this thread."""
+    return _PYTHON.calls > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """The regions around code that is about to run."""
+
+    scopes: int
+    autocasts: int
+    opened: int  # scopes that this thread has opened so far
+
+    @staticmethod
+    def now() -> Surroundings:
+        torch.autocast_increment_nesting()
+        return Surroundings(len(_PYTHON.open), torch.autocast_decrement_nesting(), _PYTHON.count)
+
+    def region_since(self) -> tuple[str, torch.dtype | None] | None:
+        """(kind, dtype) of a region that Python opened since then, as when a graph breaks inside one."""
+        after = Surroundings.now()
+        if after.scopes > self.scopes:
+            return "precision", precision_dtype(_PYTHON.open[-1])
+        if after.autocasts > self.autocasts:
+            device = next((d for d in ("cuda", "cpu") if torch.is_autocast_enabled(d)), None)
+            return "autocast", torch.get_autocast_dtype(device) if device is not None else None
+        return None
+
+
+def set_precision(module: nn.Module, dtype: Any) -> nn.Module:
+    """Mark a module, and all below it, to run in ``dtype``; ``None`` takes the mark off. Returns the module.
+
+    It acts on graphs captured afterwards: mark before the first call of the compiled model.
+
+    >>> layer = set_precision(nn.Linear(2, 2), "float32")
+    """
+    if not isinstance(module, nn.Module):
+        raise ArgumentError(f"set_precision takes a torch.nn.Module, not {type(module).__name__}.")
+    marked = original_of(module)
+    if dtype is None:
+        marked.__dict__.pop(ATTRIBUTE, None)
+    else:
+        marked.__dict__[ATTRIBUTE] = precision_dtype(dtype)
+    return module
+
+
+def original_of(module: nn.Module) -> nn.Module:
+    """The model inside of an ``amp_compile``'d module; any other module itself."""
+    found = module.__dict__["_original"] if getattr(type(module), "_amp_compiled", False) else module
+    return found if isinstance(found, nn.Module) else module
+
+
+def marked_modules(modules: Mapping[str, nn.Module]) -> dict[str, torch.dtype]:
+    """path -> dtype of each module that ``set_precision`` marked."""
+    marks = {path: original_of(m).__dict__.get(ATTRIBUTE) for path, m in modules.items()}
+    return {path: dtype for path, dtype in marks.items() if dtype is not None}
+
+
+def paths_of(target: Any) -> dict[int, str]:
+    """id of module -> its first path, for all of ``modules_of``; a compiled module and its original have the same."""
+    found: dict[int, str] = {}
+    for path, module in modules_of(target).items():
+        found.setdefault(id(module), path)
+        found.setdefault(id(original_of(module)), path)
+    return found
+
+
+def modules_of(target: Any) -> dict[str, nn.Module]:
+    """path -> module for all that a model, or a function that calls models, can call. A module with two names has
+    two paths."""
+    if isinstance(target, nn.Module):
+        return dict(target.named_modules(remove_duplicate=False))
+    owner = getattr(target, "__self__", None)
+    if isinstance(owner, nn.Module):
+        return modules_of(owner)
+    found: dict[str, nn.Module] = {}
+    if inspect.isfunction(target):
+        seen = inspect.getclosurevars(target)
+        for name, value in (*seen.globals.items(), *seen.nonlocals.items()):
+            if isinstance(value, nn.Module):
+                found.update({f"{name}.{path}".rstrip("."): m for path, m in modules_of(value).items()})
+    return found

@@ -1,2 +1,0 @@
-"""A graph or a report as something to look at: one file a form. All of them read ``amp_compiler.view`` and
-``amp_compiler.report``; the CLI and ``report()`` use the same ones."""

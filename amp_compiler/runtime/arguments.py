@@ -1,0 +1,135 @@
+"""Arguments that ``amp_compile``, ``compile_train_step`` and ``convert_model`` share, checked in one place."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..common.errors import ArgumentError, PolicyError
+from ..ir.nesting import check_parts
+from ..kernels import capability, cpu, gpu
+from ..passes import order
+from ..policy import Policy, check_level, check_low_dtype, default_dtype, matches
+from ..policy.ops.names import OpLike
+from ..policy.scopes import modules_of
+from .backend import BACKENDS
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asked for, checked as far as it can be without a model."""
+
+    policy: Policy
+    dtype: torch.dtype | None
+    exclude: tuple[str | type[nn.Module], ...]
+    backend: str
+    disable_passes: tuple[str, ...]
+
+    def policy_for(self, model: Any) -> Policy:
+        """The policy with its low dtype chosen and its module rules looked up in the model."""
+        policy = _with_excluded(_with_dtype(self.policy, self.dtype, model), model, self.exclude)
+        check_parts(policy, modules_of(model))
+        return policy
+
+
+def check_request(
+    level: str, dtype: Any, policy: Any, white_list: Iterable[OpLike], black_list: Iterable[OpLike],
+    exclude: Iterable[str | type[nn.Module]], backend: str, disable_passes: Iterable[str],
+) -> Request:  # fmt: skip
+    """Check the arguments that decide on precision; what is wrong is an error that says what to write instead."""
+    if backend not in BACKENDS:
+        raise ArgumentError(f"Unknown backend {backend!r}: choose one of {', '.join(BACKENDS)}.")
+    check_environment()
+    check_level(level)
+    if dtype is not None:
+        dtype = check_low_dtype(dtype)
+    if policy is not None and not isinstance(policy, Policy):
+        raise ArgumentError(f"policy must be an amp_compiler.Policy, not {type(policy).__name__}.")
+    if policy is not None and level not in ("O2", policy.level):
+        raise ArgumentError(f"level={level!r} contradicts the policy's {policy.level!r}: give one of them.")
+    names = tuple(order.check_names(disable_passes))
+    base = (policy or Policy(level, dtype)).with_ops(low=white_list, fp32=black_list)
+    return Request(base, dtype, tuple(_exclusions(exclude)), backend, names)
+
+
+def check_environment() -> None:
+    """Check the environment variables that choose kernels: found in the middle of a pass, a misspelt one would look
+    like a fault of that pass."""
+    try:
+        for read in (cpu.setting, gpu.setting, capability.chosen):
+            read()
+    except ValueError as error:
+        raise ArgumentError(f"An environment variable is wrong: {error} Correct it, or unset it.") from None
+
+
+def _with_dtype(policy: Policy, dtype: torch.dtype | None, model: Any) -> Policy:
+    if dtype is not None and policy.dtype not in (None, dtype):
+        raise ArgumentError(f"dtype={dtype} contradicts the policy's {policy.dtype}: give one of them.")
+    return dataclasses.replace(policy, dtype=policy.dtype or dtype or default_dtype(_device(model)))
+
+
+def _device(model: Any) -> str:
+    if isinstance(model, nn.Module):
+        for tensor in (*model.parameters(), *model.buffers()):
+            return tensor.device.type
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _exclusions(exclude: Iterable[str | type[nn.Module]]) -> list[str | type[nn.Module]]:
+    if isinstance(exclude, (str, type)) or not isinstance(exclude, Iterable):
+        raise ArgumentError(f"exclude must be a list of path patterns and module classes: write [{exclude!r}].")
+    given = list(exclude)
+    for item in given:
+        if not isinstance(item, str) and not (isinstance(item, type) and issubclass(item, nn.Module)):
+            raise ArgumentError(f"exclude takes path patterns and module classes, not {item!r}.")
+    return given
+
+
+def _with_excluded(policy: Policy, model: Any, exclude: tuple[str | type[nn.Module], ...]) -> Policy:
+    if not isinstance(model, nn.Module):
+        if exclude or policy.modules:
+            raise PolicyError("exclude and module rules need a torch.nn.Module: a function has no module paths.")
+        return policy
+    modules = modules_of(model)
+    first: dict[int, str] = {}
+    for path, module in modules.items():
+        first.setdefault(id(module), path)  # the name under which a module that has two stands in a graph
+    rules: dict[str, str] = {}
+    for item in exclude:
+        if isinstance(item, str):
+            named = [path for path in modules if matches(item, path)]
+            found = [item] if named else []
+            found += [p for path in named if (p := first[id(modules[path])]) and not matches(item, p)]
+        else:
+            found = [path or "*" for path, module in modules.items() if isinstance(module, item)]
+        if not found:
+            raise PolicyError(_no_match(item, modules))
+        rules.update(dict.fromkeys(found, "float32"))
+    for pattern, _ in policy.modules:
+        if not any(matches(pattern, path) for path in modules):
+            raise PolicyError(_no_match(pattern, modules))
+    return policy.with_modules(rules) if rules else policy
+
+
+def _no_match(item: Any, modules: Iterable[str]) -> str:
+    paths = [p for p in modules if p]
+    if isinstance(item, type):
+        return f"exclude: the model has no module of class {item.__name__}."
+    near = difflib.get_close_matches(item.rstrip(".*"), paths, n=1)
+    hint = f" Did you mean '{near[0]}'?" if near else f" Paths look like: {', '.join(paths[:4]) or '(none)'}."
+    return f"The module pattern {item!r} matches no module of the model.{hint}"
+
+
+def call_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``inputs`` of a step or a report, a tensor, a tuple of arguments or a dict of keyword arguments, as a call."""
+    if isinstance(inputs, Mapping):
+        if not all(isinstance(key, str) for key in inputs):
+            raise ArgumentError("inputs as a dict are the model's keyword arguments: its keys must be names.")
+        return (), dict(inputs)
+    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}

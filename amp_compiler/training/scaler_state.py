@@ -1,0 +1,129 @@
+"""The state of a loss scaler, and the names that ``torch.amp.GradScaler`` has for it.
+
+A scaler here is an instance of torch's class, so that code that asks for one finds it. It shares no code with it: its
+numbers are kept in ``Numbers``, and what other libraries read under torch's private names is computed from them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from ..kernels import all_finite as finite_kernel
+from .update import gradients
+
+
+class Stage(enum.Enum):
+    READY = enum.auto()
+    UNSCALED = enum.auto()
+    STEPPED = enum.auto()
+
+
+@dataclass(slots=True)
+class Use:
+    """What was done with one optimizer since the last update."""
+
+    optimizer: Optimizer  # held, so that its id is not given to another one meanwhile
+    stage: Stage = Stage.READY
+    found: Tensor | None = None  # 1.0 if a gradient was not finite, on the scale's device
+
+
+class Numbers:
+    """A scaler's numbers: plain ones until the device is known, then tensors of no dimensions on it."""
+
+    DTYPES: ClassVar = {
+        "scale": torch.float32,
+        "finite": torch.int32,  # updates in a row with finite gradients
+        "overflows": torch.int32,  # updates in a row with non-finite ones since the scale last fell
+        "stuck": torch.float32,  # updates in a row with non-finite ones
+    }
+
+    def __init__(self, scale: float, device: torch.device | None) -> None:
+        self.plain: dict[str, Any] = {"scale": scale, "finite": 0, "overflows": 0, "stuck": 0}
+        self.tensors: dict[str, Tensor] = {}
+        self.device = device  # where the tensors will be; None: where the first of them is needed
+
+    def create(self, device: torch.device) -> None:
+        """Make the tensors, if there are none yet."""
+        if not self.tensors:
+            for name, dtype in self.DTYPES.items():
+                self.tensors[name] = torch.full((), self.plain[name], dtype=dtype, device=self.device or device)
+
+    def on_host(self) -> bool:
+        """True if the host can read them without waiting for a device."""
+        return not self.tensors or self.tensors["scale"].device.type == "cpu"
+
+    def read(self, name: str) -> Any:
+        """The number on the host. For a CPU tensor ``tolist`` dispatches no op."""
+        if name not in self.tensors:
+            return self.plain[name]
+        return type(self.plain[name])(self.tensors[name].tolist())
+
+    def write(self, **values: float) -> None:
+        for name, value in values.items():
+            self.plain[name] = value
+            if name in self.tensors:
+                self.tensors[name].fill_(value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"plain": {name: self.read(name) for name in self.plain}, "tensors": {}, "device": self.device}
+
+
+class TorchScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` to ``isinstance``, with its private names as views of our state.
+
+    torch 2.13 to 2.15: accelerate calls ``_lazy_init_scale_growth_tracker(scaler._device)``; others read ``_scale``,
+    ``_growth_tracker`` and ``_per_optimizer_states``. All public methods are the subclasses' own.
+    """
+
+    def __init__(self, scale: float, device: torch.device | None, enabled: bool) -> None:
+        # not torch's __init__: its device is "cuda" by default, and it disables itself where there is none
+        self._numbers = Numbers(scale, device)
+        self._uses: dict[int, Use] = {}
+        self._enabled = enabled
+
+    @property
+    def _scale(self) -> Tensor | None:  # type: ignore[override]
+        return self._numbers.tensors.get("scale")
+
+    @property
+    def _growth_tracker(self) -> Tensor | None:  # type: ignore[override]
+        return self._numbers.tensors.get("finite")
+
+    @property
+    def _init_scale(self) -> float:  # type: ignore[override]
+        return float(self._numbers.plain["scale"])
+
+    @property
+    def _init_growth_tracker(self) -> int:  # type: ignore[override]
+        return int(self._numbers.plain["finite"])
+
+    @property
+    def _device(self) -> str:  # type: ignore[override]
+        scale, chosen = self._scale, self._numbers.device
+        default = "cuda" if torch.cuda.is_available() else "cpu"
+        return scale.device.type if scale is not None else chosen.type if chosen is not None else default
+
+    @property
+    def _per_optimizer_states(self) -> dict[int, dict[str, Any]]:  # type: ignore[override]
+        states: dict[int, dict[str, Any]] = defaultdict(lambda: {"stage": OptState.READY, "found_inf_per_device": {}})
+        for number, use in self._uses.items():
+            found = {} if use.found is None else {use.found.device: use.found}
+            states[number] = {"stage": OptState[use.stage.name], "found_inf_per_device": found}
+        return states
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
+        self._numbers.create(torch.device(dev))
+
+    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
+        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
+        use = self._uses.setdefault(id(optimizer), Use(optimizer))
+        use.found = finite_kernel.non_finite(gradients(optimizer)).to(scale.device, non_blocking=True)
+        return {use.found.device: use.found}

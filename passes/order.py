@@ -1,0 +1,106 @@
+"""The order of the passes, top to bottom, and nothing else but running them.
+
+capture ─▶ normalize ─▶ mark_dtype_origin ─▶ assign_precision ─▶ insert_casts ─▶ autodiff
+           └───────────────────────────── FORWARD ───────────────────────────┘
+autodiff ─▶ fold_casts ─▶ fold_views ─▶ fuse_cast_matmul ─▶ lower_kernels ─▶ batch_casts ─▶ run
+            └─────────────────────────── JOINT / INFERENCE ────────────────────────────┘
+autodiff ─▶ scale_loss ─▶ fold_casts ─▶ fold_views ─▶ hoist_weight_casts ─▶ fuse_cast_matmul ─▶ lower_kernels
+            └── STEP (a whole training step)  ─▶ batch_casts ─▶ accumulate_in_place or unscale_in_place ─▶ run
+export ─▶ normalize ─▶ mark_dtype_origin ─▶ remove_dropout ─▶ fold_constants ─▶ fold_batch_norm
+          └─────────────────────────────────── PREPARE ───────────────────────────────────────┘
+       ─▶ assign_precision ─▶ insert_casts ─▶ freeze_parameters ─▶ fold_casts ─▶ save
+          └──────────────────────────── CONVERT ──────────────────────────┘
+       ─▶ widen_weights ─▶ fold_casts ─▶ fold_views ─▶ fuse_cast_matmul ─▶ lower_kernels ─▶ run
+          └───────────────── RUN_CONVERTED (in memory, functional ATen) ────────────────┘
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from amp_compiler.common.errors import ArgumentError
+from amp_compiler.rewrite.pipeline import Pipeline
+
+from . import (
+    accumulate_in_place,
+    assign_precision,
+    batch_casts,
+    fold_batch_norm,
+    fold_casts,
+    fold_constants,
+    fold_views,
+    freeze_parameters,
+    fuse_cast_matmul,
+    hoist_weight_casts,
+    insert_casts,
+    lower_kernels,
+    mark_dtype_origin,
+    normalize,
+    remove_dropout,
+    scale_loss,
+    unscale_in_place,
+    widen_weights,
+)
+
+FORWARD = (normalize.PASS, mark_dtype_origin.PASS, assign_precision.PASS, insert_casts.PASS)
+JOINT = (fold_casts.PASS, fold_views.PASS, fuse_cast_matmul.PASS, lower_kernels.PASS, batch_casts.PASS)
+INFERENCE = JOINT
+STEP = (
+    scale_loss.PASS, fold_casts.PASS, fold_views.PASS, hoist_weight_casts.PASS, fuse_cast_matmul.PASS,
+    lower_kernels.PASS, batch_casts.PASS, accumulate_in_place.PASS, unscale_in_place.PASS,
+)  # fmt: skip
+PREPARE = (normalize.PASS, mark_dtype_origin.PASS, remove_dropout.PASS, fold_constants.PASS, fold_batch_norm.PASS)
+CONVERT = (assign_precision.PASS, insert_casts.PASS, freeze_parameters.PASS, fold_casts.PASS)
+RUN_CONVERTED = (widen_weights.PASS, fold_casts.PASS, fold_views.PASS, fuse_cast_matmul.PASS, lower_kernels.PASS)
+WEIGHTS = (batch_casts.PASS,)  # on the graph that makes the low copies of weights, once an update
+
+ALL = {p.name: p for p in (*FORWARD, *JOINT, *INFERENCE, *STEP, *PREPARE, *CONVERT, *RUN_CONVERTED)}
+
+
+@dataclass(frozen=True)
+class Pipelines:
+    """The passes for each kind of graph."""
+
+    forward: Pipeline
+    joint: Pipeline
+    inference: Pipeline
+    step: Pipeline
+    weights: Pipeline
+    prepare: Pipeline
+    convert: Pipeline
+    run_converted: Pipeline
+
+
+def build(disable: Iterable[str] = (), backend: str = "eager", *, accumulating: bool = True) -> Pipelines:
+    """The pipelines, with the named passes switched off."""
+    off = frozenset(check_names(disable))
+    if backend != "eager":
+        off |= {step.name for step in ALL.values() if "eager" in step.requires}
+    if not accumulating:
+        off |= {step.name for step in ALL.values() if "accumulating" in step.requires}
+    return Pipelines(
+        forward=Pipeline(FORWARD, ("captured",), off),
+        joint=Pipeline(JOINT, ("functional", "eager"), off),
+        inference=Pipeline(INFERENCE, ("functional", "eager"), off),
+        step=Pipeline(STEP, ("functional", "eager", "step", "accumulating"), off),
+        weights=Pipeline(WEIGHTS, ("functional", "eager", "folded"), off),
+        prepare=Pipeline(PREPARE, ("captured",), off),
+        # fold_casts leaves alone what a graph writes to, and no gradient goes through this one
+        convert=Pipeline(CONVERT, ("captured", "normalized", "origin", "functional"), off),
+        run_converted=Pipeline(RUN_CONVERTED, ("functional", "eager"), off),
+    )
+
+
+def check_names(names: Iterable[str]) -> list[str]:
+    """The names as a list; one that names no pass is an error that suggests the nearest."""
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise ArgumentError(f"disable_passes must be a list of names: write [{names!r}].")
+    given = list(names)
+    for name in given:
+        if name not in ALL:
+            near = difflib.get_close_matches(str(name), ALL, n=1)
+            hint = f" Did you mean '{near[0]}'?" if near else ""
+            raise ArgumentError(f"Unknown pass {name!r}.{hint} Passes: {', '.join(ALL)}.")
+    return given

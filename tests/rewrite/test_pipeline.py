@@ -1,0 +1,221 @@
+"""The pipeline: order checked when it is built, passes switched off by name, one record a stage."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from amp_compiler.common.errors import AmpError, ArgumentError, BannedOpError, PipelineError, VerifyError
+from amp_compiler.passes import assign_precision, insert_casts, normalize
+from amp_compiler.passes.order import (
+    ALL,
+    CONVERT,
+    FORWARD,
+    INFERENCE,
+    JOINT,
+    PREPARE,
+    RUN_CONVERTED,
+    STEP,
+    build,
+    check_names,
+)
+from amp_compiler.rewrite.base import Context, Dialect, Pass
+from amp_compiler.rewrite.pipeline import Pipeline, Record
+from helpers import BF16, casts, context, functional, pre_dispatch
+
+X, W = torch.randn(2, 4), torch.randn(4, 4)
+GIVEN = ("captured",)
+
+
+def model(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(x.float(), w).softmax(-1)
+
+
+def run(pipe: Pipeline, gm: fx.GraphModule | None = None, ctx: Context | None = None) -> list[Record]:
+    history: list[Record] = []
+    pipe.run(
+        gm if gm is not None else pre_dispatch(model, X, W), ctx or context("O1"), history, graph="forward"
+    )
+    return history
+
+
+# ------------------------------------------------------------------------------------------------ order
+
+
+def test_the_pipelines_are_in_order() -> None:
+    built = build()
+    joint, inference = built.joint, built.inference
+    assert [p.name for p in built.forward.passes] == [
+        "normalize", "mark_dtype_origin", "assign_precision", "insert_casts",
+    ]  # fmt: skip
+    assert joint.passes == JOINT
+    assert inference.passes == INFERENCE
+    assert joint.passes[0].name == inference.passes[0].name == "fold_casts"
+    assert [p.name for p in built.step.passes] == [
+        "scale_loss", "fold_casts", "fold_views", "hoist_weight_casts", "fuse_cast_matmul", "lower_kernels",
+        "batch_casts", "accumulate_in_place", "unscale_in_place",
+    ]  # fmt: skip
+    assert set(ALL) == {p.name for p in (*FORWARD, *JOINT, *INFERENCE, *STEP, *PREPARE, *CONVERT, *RUN_CONVERTED)}
+
+
+@pytest.mark.parametrize(
+    ("passes", "message"),
+    [
+        (
+            (assign_precision.PASS,),
+            "'assign_precision' needs 'normalized'.*'normalize' makes it.*Before it run: nothing",
+        ),
+        ((normalize.PASS, insert_casts.PASS), "'insert_casts' needs 'assigned'.*Before it run: normalize"),
+        (
+            (normalize.PASS, insert_casts.PASS, assign_precision.PASS),
+            "'assign_precision' makes it and must come earlier",
+        ),
+        (JOINT, "'fold_casts' needs 'functional', which nothing before it makes"),
+    ],
+)
+def test_a_wrong_order_fails_when_it_is_built(passes: tuple[Pass, ...], message: str) -> None:
+    with pytest.raises(PipelineError, match=message):
+        Pipeline(passes, GIVEN)
+
+
+def test_an_unknown_fact_has_no_maker() -> None:
+    strange = Pass("strange", Dialect.PRE_DISPATCH, ("blessed",), (), lambda gm, ctx: False)
+    with pytest.raises(
+        PipelineError, match=r"needs 'blessed', which nothing before it makes\. Before it run: normalize"
+    ):
+        Pipeline((normalize.PASS, strange), GIVEN)
+
+
+def test_a_pipeline_is_a_value() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        build().forward.passes = ()  # type: ignore[misc]
+
+
+# ---------------------------------------------------------------------------------------- switching off
+
+
+@pytest.mark.parametrize("name", list(ALL))
+def test_each_pass_can_be_switched_off(name: str) -> None:
+    """What needs the missing pass is left out and says so; the graph still runs."""
+    built = build([name])
+    forward, joint, inference = built.forward, built.joint, built.inference
+    gm = pre_dispatch(model, X, W)
+    history = run(forward, gm)
+    assert [r.name for r in history] == [p.name for p in FORWARD]
+    facts = set(forward.given)
+    for step, record in zip(FORWARD, history, strict=True):
+        missing = [f for f in step.requires if f not in facts]
+        if step.name == name:
+            assert record.note == "switched off"
+        elif missing:
+            assert record.note == f"left out: needs '{missing[0]}'"
+        else:
+            assert record.note == ""
+            facts.update(step.ensures)
+        if record.note:
+            assert (record.modified, record.seconds) == (False, 0.0)
+    torch.testing.assert_close(gm(X, W), model(X, W), rtol=0, atol=0.05)  # bf16 in one linear at most
+    for pipe in (joint, inference):
+        folded = functional(lambda x: x.float().bfloat16() + 1, X.to(BF16))
+        notes = {r.name: r.note for r in run(pipe, folded)}
+        assert notes.get(name, "switched off") == "switched off"
+        assert len(casts(folded)) == (2 if name == "fold_casts" else 0)
+
+
+def test_a_cascade_is_noted_pass_by_pass() -> None:
+    notes = {r.name: r.note for r in run(build(["normalize"]).forward)}
+    assert notes == {
+        "normalize": "switched off",
+        "mark_dtype_origin": "left out: needs 'normalized'",
+        "assign_precision": "left out: needs 'normalized'",
+        "insert_casts": "left out: needs 'assigned'",
+    }
+
+
+def test_an_unknown_name_suggests_the_nearest() -> None:
+    with pytest.raises(ArgumentError, match=r"Unknown pass .fold_cast.*Did you mean .fold_casts."):
+        build(["fold_cast"])
+    with pytest.raises(ArgumentError, match=r"Unknown pass .zzz.*normalize, mark_dtype_origin, assign_precision"):
+        check_names(["normalize", "zzz"])
+    with pytest.raises(ArgumentError, match=r"must be a list of .*write \['fold_casts'\]"):
+        check_names("fold_casts")
+    assert check_names(("normalize",)) == ["normalize"]
+
+
+# --------------------------------------------------------------------------------------------- failures
+
+
+def failing(error: Exception) -> Pass:
+    def body(gm: fx.GraphModule, ctx: Context) -> bool:
+        raise error
+
+    return Pass("failing", Dialect.PRE_DISPATCH, ("assigned",), ("failed",), body)
+
+
+def test_a_failing_pass_names_the_passes_before_it() -> None:
+    pipe = Pipeline((normalize.PASS, assign_precision.PASS, failing(KeyError("x"))), GIVEN)
+    with pytest.raises(
+        PipelineError, match="'failing' failed on a forward graph after normalize, assign_precision"
+    ) as info:
+        run(pipe)
+    assert isinstance(info.value.__cause__, KeyError)
+    assert "disable_passes=['failing']" in str(info.value)
+
+
+def test_the_first_pass_fails_after_capture() -> None:
+    first = dataclasses.replace(failing(ValueError("no")), requires=())
+    with pytest.raises(PipelineError, match="after capture: ValueError: no"):
+        run(Pipeline((first,), GIVEN))
+
+
+def test_errors_for_the_user_go_up_as_they_are() -> None:
+    pipe = Pipeline((normalize.PASS, assign_precision.PASS, failing(BannedOpError("banned"))), GIVEN)
+    with pytest.raises(BannedOpError, match=r"^banned$"):
+        run(pipe)
+    assert issubclass(PipelineError, AmpError)
+
+
+def test_each_result_is_verified() -> None:
+    """A pass that promises what it did not do is caught right after it, by its name."""
+    liar = Pass("liar", Dialect.PRE_DISPATCH, (), ("assigned",), lambda gm, ctx: False)
+    with pytest.raises(VerifyError, match=r"After liar: node '.*has no precision"):
+        run(Pipeline((liar,), GIVEN))
+
+
+# ---------------------------------------------------------------------------------------------- history
+
+
+def test_history_has_one_record_a_stage() -> None:
+    gm = pre_dispatch(model, X, W)
+    records = run(build().forward, gm)
+    assert [r.name for r in records] == [p.name for p in FORWARD]
+    assert all(r.seconds > 0 and r.graph == "forward" and r.note == "" for r in records)
+    assert all(
+        r.text.startswith("input x_1: f32[2, 4]") and r.text.splitlines()[-1].startswith("return")
+        for r in records
+    )
+    assert [r.casts for r in records] == [0, 0, 0, 3]
+    assert [r.nodes for r in records] == [6, 6, 6, 8]  # three casts come, the cast of fp32 to fp32 goes
+    assert [r.modified for r in records] == [False, False, True, True]
+    assert records[-1].text != records[-2].text
+
+
+def test_history_counts_subgraphs() -> None:
+    def fn(p: Tensor, x: Tensor, w: Tensor) -> Tensor:
+        return torch.cond(p, lambda x, w: (F.linear(x, w),), lambda x, w: (x * 2,), (x, w))[0]
+
+    records = run(build().forward, pre_dispatch(fn, torch.tensor(True), X, W))
+    assert records[-1].casts == 3
+    assert records[-1].nodes > records[0].nodes
+    assert "graph true_graph_0:" in records[-1].text
+
+
+def test_a_run_that_changes_nothing_says_so() -> None:
+    records = run(build().forward, pre_dispatch(lambda x: x.exp(), X))
+    assert [r.modified for r in records] == [False, False, True, False]
+    again = functional(lambda x: x.exp(), X)
+    assert [r.modified for r in run(build().joint, again)] == [False] * len(JOINT)
