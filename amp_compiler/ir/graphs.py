@@ -46,11 +46,17 @@ def add_input(graph: fx.Graph, name: str, role: Role, value: torch.Tensor) -> fx
 
 
 def operands(node: fx.Node, body: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """(input of the body, argument of the higher-order node) for each input of a graph inside a node."""
+    """(input of the body, argument of the higher-order node) for each input of a graph inside a node that is given a
+    node. Numbers are inputs too: where sizes are dynamic, a body gets them as arguments."""
     places = [n for n in body.graph.nodes if n.op == "placeholder"]
-    leaves = pytree.tree_leaves((node.args, node.kwargs))
-    given = [a for a in leaves if isinstance(a, fx.Node) and a.op != "get_attr"]
-    yield from zip(places, given[max(len(given) - len(places), 0) :], strict=False)
+    given = [a for a in pytree.tree_leaves(node.args) if a is not None and not _is_body(a)]
+    given += [a for a in pytree.tree_leaves(node.kwargs) if isinstance(a, fx.Node) and not _is_body(a)]
+    pairs = zip(places, given[max(len(given) - len(places), 0) :], strict=False)
+    yield from ((place, value) for place, value in pairs if isinstance(value, fx.Node))
+
+
+def _is_body(value: Any) -> bool:
+    return isinstance(value, fx.Node) and value.op == "get_attr"
 
 
 def subgraphs(gm: fx.GraphModule, node: fx.Node) -> list[tuple[str, fx.GraphModule]]:

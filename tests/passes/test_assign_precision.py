@@ -726,6 +726,25 @@ def test_wide_values_enter_and_leave_the_bodies_of_cond() -> None:
     assert [ir.decision(n).precision for n in ops(gm, "mul")] == [F32, F16, F32]
 
 
+def test_a_number_among_the_operands_of_cond_shifts_nothing() -> None:
+    """Dynamo hands sizes that have changed to a body as numbers, behind its tensors."""
+
+    def fn(p: Tensor, x: Tensor, w: Tensor) -> Any:
+        return torch.cond(p, lambda a, b: (a * b,), lambda a, b: (b * 2,), (x.exp(), F.linear(x, w)))[0]
+
+    ctx = context("O2", F16)
+    gm = prepared(pre_dispatch(fn, torch.tensor(True), X, W), ctx, until=PASS.name)
+    cond = ops(gm, "higher_order::cond")[0]
+    for _, body in ir.subgraphs(gm, cond):
+        last = [n for n in body.graph.nodes if n.op == "placeholder"][-1]
+        with body.graph.inserting_after(last):
+            body.graph.placeholder("size").meta["val"] = 4
+        body.recompile()
+    cond.args = (*cond.args[:3], (*cond.args[3], 4))
+    PASS.run(gm, ctx)
+    assert [ir.decision(ops(body, "mul")[0]).precision for _, body in ir.subgraphs(gm, cond)] == [F32, F16]
+
+
 def test_a_loop_hands_wide_values_to_its_next_round() -> None:
     class Loop(nn.Module):
         def forward(self, x: Tensor, w: Tensor) -> Tensor:
