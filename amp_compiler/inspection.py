@@ -168,7 +168,8 @@ def _with_row(node: NodeView, row: Row | None) -> NodeView:
     if row is None:
         return node
     source = row.source or node.source
-    return dataclasses.replace(node, precision=row.precision, reason=row.reason, rule=row.rule, source=source)
+    return dataclasses.replace(node, precision=row.precision, reason=row.reason, rule=row.rule, source=source,
+                               causes=row.causes)  # fmt: skip
 
 
 def _check(graph: str, capture: str) -> None:

@@ -34,7 +34,7 @@ Make = Callable[[], Tensor]
 
 
 def run(gm: fx.GraphModule, ctx: Context) -> bool:
-    if ctx.weights is None or ctx.policy.level == "O0" or ctx.policy.autocast_device is not None:
+    if ctx.weights is None or not ctx.policy.rewrites or ctx.policy.autocast_device is not None:
         return False
     fixed = set(ctx.weights.fixed(gm.graph))
     written, outputs = ir.written_nodes(gm.graph), ir.output_nodes(gm.graph)

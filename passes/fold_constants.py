@@ -31,7 +31,7 @@ _UNKNOWN = ("empty_like", "new_empty", "new_empty_strided", "_assert_tensor_meta
 
 
 def run(gm: fx.GraphModule, ctx: Context) -> bool:
-    if ctx.weights is None or ctx.policy.level == "O0" or ctx.policy.autocast_device is not None:
+    if ctx.weights is None or not ctx.policy.rewrites or ctx.policy.autocast_device is not None:
         return False
     fold = _Fold(gm.graph, ctx.weights)
     modified = False

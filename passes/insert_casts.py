@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from amp_compiler import ir
 from amp_compiler.ir import Decision, Mode
+from amp_compiler.policy import Rule
 from amp_compiler.rewrite.base import Context, Dialect, Pass
 
 aten = torch.ops.aten
@@ -53,7 +54,7 @@ def _insert(gm: fx.GraphModule, keep_outputs: bool) -> bool:
         new.meta["val"] = ir.retype(tensor, dtype)
         ir.inherit_origin(new, consumer)
         reason = f"cast for {consumer.name}" if consumer.op != "output" else "outputs keep the model's dtypes"
-        ir.decide(new, Decision(Mode.NATIVE, dtype, reason, out=(dtype,), rule="inserted"))
+        ir.decide(new, Decision(Mode.NATIVE, dtype, reason, Rule.INSERTED, out=(dtype,), causes=(consumer.name,)))
         if shared:
             parameters[value, dtype] = new
         return new
@@ -209,9 +210,9 @@ def _again(
 def _bodies(gm: fx.GraphModule, node: fx.Node, known: Decision) -> bool:
     """Rewrite the graphs inside a higher-order node; a sealed one gives back the dtypes it was traced with."""
     modified = False
-    if known.rule in ("transparent", "sealed"):
+    if known.rule in (Rule.TRANSPARENT, Rule.SEALED):
         for _, inner in ir.subgraphs(gm, node):
-            modified |= _insert(inner, keep_outputs=known.rule == "sealed")
+            modified |= _insert(inner, keep_outputs=known.rule is Rule.SEALED)
     return modified
 
 

@@ -14,46 +14,24 @@ Requires: captured. Ensures: normalized. A second run changes nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import fx
 
 from amp_compiler import ir
 from amp_compiler.ir.nesting import Nested, check_together, has_parts, marked_policy
-from amp_compiler.policy import Policy, dtype_name, precision_dtype
+from amp_compiler.ir.regions import Region
+from amp_compiler.policy import Policy, precision_dtype
 from amp_compiler.rewrite.base import Context, Dialect, Pass
 
 aten = torch.ops.aten
 SCOPE = "amp::scope"  # the node where a precision scope begins or ends, see amp_compiler/policy/scopes.py
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
-    """A stretch of code whose precision the model's author chose. dtype None: autocast switched off.
-
-    ``depth``: how many modules were on the stack where it was opened; a mark on a module below that is inside it.
-    """
-
-    kind: str  # "precision", "autocast", or "level" for O0 beside other levels
-    dtype: torch.dtype | None
-    depth: int = 1  # the model itself is around everything
-
-    def __str__(self) -> str:
-        if self.kind == "level":
-            return "level O0: untouched"
-        if self.kind == "precision":
-            return f"precision({dtype_name(self.dtype)!r}) region" if self.dtype else "precision region"
-        return (
-            f"torch.autocast(dtype={self.dtype}) region"
-            if self.dtype
-            else "torch.autocast(enabled=False) region"
-        )
-
-
 def run(gm: fx.GraphModule, ctx: Context) -> bool:
     around = Region(*ctx.around) if ctx.around is not None else None
-    mixed = ctx.policy.level == "O0" and has_parts(gm)
+    mixed = not ctx.policy.rewrites and has_parts(gm)
     modified = _regions(gm, _entered(ctx.policy, "", around, 1) if mixed else (around, None), ctx.policy)
     for _, inner in ir.all_graphs(gm):
         if _casts(inner.graph):
@@ -120,7 +98,7 @@ Around = tuple[Region | None, Nested | None]
 
 def _entered(policy: Policy, root: str, region: Region | None, depth: int) -> Around:
     """What is around the nodes of a part, given the region around the part."""
-    if policy.level != "O0":
+    if policy.rewrites:
         return region, Nested(policy, root)
     return region or Region("level", torch.float32, depth), Nested(replace(policy, level="O1"), root)
 

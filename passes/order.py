@@ -25,7 +25,6 @@ from amp_compiler.rewrite.pipeline import Pipeline
 
 from . import (
     accumulate_in_place,
-    assign_precision,
     batch_casts,
     fold_batch_norm,
     fold_casts,
@@ -38,13 +37,14 @@ from . import (
     lower_kernels,
     mark_dtype_origin,
     normalize,
+    precision,
     remove_dropout,
     scale_loss,
     unscale_in_place,
     widen_weights,
 )
 
-FORWARD = (normalize.PASS, mark_dtype_origin.PASS, assign_precision.PASS, insert_casts.PASS)
+FORWARD = (normalize.PASS, mark_dtype_origin.PASS, precision.PASS, insert_casts.PASS)
 JOINT = (fold_casts.PASS, fold_views.PASS, fuse_cast_matmul.PASS, lower_kernels.PASS, batch_casts.PASS)
 INFERENCE = JOINT
 STEP = (
@@ -52,7 +52,7 @@ STEP = (
     lower_kernels.PASS, batch_casts.PASS, accumulate_in_place.PASS, unscale_in_place.PASS,
 )  # fmt: skip
 PREPARE = (normalize.PASS, mark_dtype_origin.PASS, remove_dropout.PASS, fold_constants.PASS, fold_batch_norm.PASS)
-CONVERT = (assign_precision.PASS, insert_casts.PASS, freeze_parameters.PASS, fold_casts.PASS)
+CONVERT = (precision.PASS, insert_casts.PASS, freeze_parameters.PASS, fold_casts.PASS)
 RUN_CONVERTED = (widen_weights.PASS, fold_casts.PASS, fold_views.PASS, fuse_cast_matmul.PASS, lower_kernels.PASS)
 WEIGHTS = (batch_casts.PASS,)  # on the graph that makes the low copies of weights, once an update
 

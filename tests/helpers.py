@@ -27,7 +27,7 @@ from amp_compiler.capture.export import capture_export
 from amp_compiler.capture.lower import annotate_origin
 from amp_compiler.inspect.profile import CastCount, count_casts
 from amp_compiler.inspect.report import Row, graph_rows
-from amp_compiler.passes import assign_precision, insert_casts, mark_dtype_origin, normalize, order
+from amp_compiler.passes import insert_casts, mark_dtype_origin, normalize, order, precision
 from amp_compiler.policy.scopes import marked_modules, modules_of
 from amp_compiler.rewrite.base import Context, Pass
 from amp_compiler.rewrite.verify import verify
@@ -36,7 +36,7 @@ aten: Any = torch.ops.aten
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 LEVELS = ("O0", "O1", "auto", "O2", "O3")
 LOW = (BF16, F16)
-FORWARD = (normalize.PASS, mark_dtype_origin.PASS, assign_precision.PASS, insert_casts.PASS)
+FORWARD = (normalize.PASS, mark_dtype_origin.PASS, precision.PASS, insert_casts.PASS)
 
 
 def context(

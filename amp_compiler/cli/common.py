@@ -201,13 +201,13 @@ class Request:
 
     def policy_for(self, model: Any) -> Policy:
         """The policy, checked, with its module rules looked up in the model."""
-        from ..policy import Policy
+        from ..policy import DEFAULT_LEVEL, Policy
         from ..runtime.arguments import check_request
 
         policy = Policy.from_file(self.policy) if self.policy is not None else None
+        level = policy.level if policy is not None and self.level == DEFAULT_LEVEL else self.level
         asked = check_request(
-            policy.level if policy is not None and self.level == "O2" else self.level, self.dtype or None, policy,
-            self.low, self.fp32, self.exclude, "eager", self.disable,
+            level, self.dtype or None, policy, self.low, self.fp32, self.exclude, "eager", self.disable,
         )  # fmt: skip
         return asked.policy_for(model)
 
@@ -218,7 +218,7 @@ def inspect(request: Request, quiet: bool) -> Inspection:
         tell = stack.enter_context(progress(quiet))
         tell("loading torch")
         from ..inspection import inspect_converted, inspect_model, inspect_program
-        from ..policy import dtype_name
+        from ..policy import DEFAULT_LEVEL, dtype_name
         from .target import load
 
         tell(f"loading {request.target}")
@@ -232,7 +232,7 @@ def inspect(request: Request, quiet: bool) -> Inspection:
             )  # fmt: skip
         if loaded.converted is not None:
             level, low = loaded.converted.policy.level, dtype_name(loaded.converted.policy.low)
-            others = request.level not in ("O2", level) or request.dtype not in ("", low)
+            others = request.level not in (DEFAULT_LEVEL, level) or request.dtype not in ("", low)
             if others or request.policy or request.low or request.fp32 or request.exclude:
                 raise ArgumentError(
                     f"A converted model has its policy in it ({level}, {low}): leave --level, --dtype, --policy and "

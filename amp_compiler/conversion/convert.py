@@ -71,7 +71,7 @@ def convert_model(
     steps = order.build(disabled)
     start = time.perf_counter()
     with _as_eval(model):
-        untouched = chosen.level == "O0" and not any(map(compiled_policy, model.modules()))
+        untouched = not chosen.rewrites and not any(map(compiled_policy, model.modules()))
         low = None if untouched or "mark_dtype_origin" in disabled else chosen.low
         captured = capture_export(model, args, kwargs, dynamic_shapes, low=low, inference=True)
     gm, weights = captured.graph, weights_of(captured.program)

@@ -18,7 +18,7 @@ from ..common.errors import ArgumentError
 from ..common.files import write_text
 from ..ir.flops import node_flops
 from ..ir.view import precision_name
-from ..policy import dtype_name
+from ..policy import Rule, dtype_name
 from ..rewrite.pipeline import Record
 
 LOW = ("float16", "bfloat16")
@@ -37,6 +37,10 @@ class Row:
     rule: str
     graph: int
     flops: int = 0
+    #: the nodes whose precision, value or dtype led to it, the most important first
+    causes: tuple[str, ...] = ()
+    #: a number that became the low dtype's own limit, in words; ``reason`` ends with it
+    limit: str = ""
 
     def __str__(self) -> str:
         where = f" in {self.module}" if self.module else ""
@@ -150,7 +154,7 @@ class Report:
         data = dict(json.loads(given) if isinstance(given, str) else given)
         if data.pop("schema", SCHEMA_VERSION) != SCHEMA_VERSION:
             raise ValueError(f"a report of another schema than {SCHEMA_VERSION}")
-        rows = tuple(Row(**row) for row in data.pop("rows"))
+        rows = tuple(Row(**{**row, "causes": tuple(row.get("causes", ()))}) for row in data.pop("rows"))
         kernels = tuple(Kernel(**kernel) for kernel in data.pop("kernels", ()))
         known: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
         return cls(rows, **known, kernels=kernels)
@@ -174,7 +178,7 @@ def graph_rows(gm: fx.GraphModule, index: int) -> list[Row]:
     for name, inner in ir.all_graphs(gm):
         for node in inner.graph.nodes:
             known = ir.decision(node)
-            if node.op != "call_function" or known is None or known.rule in ("inserted", "getitem"):
+            if node.op != "call_function" or known is None or known.rule in (Rule.INSERTED, Rule.SELECTED):
                 continue
             values = [v for v in ir.tensor_outputs(node) if v is not None]
             if not values and not ir.is_higher_order(node):
@@ -182,7 +186,8 @@ def graph_rows(gm: fx.GraphModule, index: int) -> list[Row]:
             rows.append(
                 Row(f"{name}.{node.name}" if name else node.name, ir.op_name(node), ir.module_path(node),
                     ir.source_line(node), precision_name(known.precision), known.reason, known.rule, index,
-                    node_flops(node))
+                    node_flops(node), tuple(f"{name}.{c}" if name else c for c in known.causes),
+                    known.limit)
             )  # fmt: skip
     return rows
 

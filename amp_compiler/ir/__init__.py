@@ -2,12 +2,14 @@
 
 Two dialects of FX pass through here: pre-dispatch ATen, where precision is decided, and functional ATen, which
 AOTAutograd gives back. The names below are those of single nodes and graphs; what takes more than that is in modules
-of its own: ``constants``, ``decisions``, ``flops``, ``memory``, ``nesting``, ``view``, ``weights``, ``wide``.
+of its own: ``constants``, ``decisions``, ``flops``, ``nesting``, ``view``, ``weights``, ``wide``.
 """
 
 from .aliasing import (
     MAY_RETURN_INPUT,
+    Aliases,
     alias_classes,
+    kept_between_calls,
     output_nodes,
     written_nodes,
 )
@@ -45,6 +47,7 @@ from .meta import (
     STATE,
     WEIGHTS,
     WIDE,
+    Because,
     Decision,
     Mode,
     Origin,
@@ -87,7 +90,6 @@ from .values import (
     DTYPE_NAMES,
     ELIGIBLE,
     LOW_DTYPES,
-    answers,
     concrete,
     constant,
     dtype_of,
@@ -95,6 +97,7 @@ from .values import (
     is_eligible,
     nbytes,
     output_dtypes,
+    returns_non_float,
     retype,
     tensor_of,
     tensor_outputs,
@@ -124,6 +127,8 @@ __all__ = [
     "STATE",
     "WEIGHTS",
     "WIDE",
+    "Aliases",
+    "Because",
     "Decision",
     "Mode",
     "Origin",
@@ -133,7 +138,6 @@ __all__ = [
     "all_args",
     "all_graphs",
     "amend",
-    "answers",
     "call",
     "cast_dtype",
     "cast_source",
@@ -155,6 +159,7 @@ __all__ = [
     "is_float_cast",
     "is_getitem",
     "is_higher_order",
+    "kept_between_calls",
     "lossless",
     "map_tensor_args",
     "module_chain",
@@ -168,6 +173,7 @@ __all__ = [
     "output_dtypes",
     "output_nodes",
     "overload_name",
+    "returns_non_float",
     "retype",
     "schema_args",
     "sequence_number",

@@ -1,4 +1,4 @@
-"""Which nodes share memory, and which memory is written to."""
+"""Which nodes share memory, which memory is written to, and what the model keeps between calls."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from .graphs import operands, subgraphs
+from .meta import STATE
 from .schema import is_getitem, is_higher_order, mutated_args, op_name, schema_args, tensor_args
 
 #: composite ops that give back their input itself when there is nothing to do, without saying so in their schema
@@ -72,3 +73,58 @@ def output_nodes(graph: fx.Graph) -> set[fx.Node]:
     classes = alias_classes(graph)
     numbers = {classes[n] for n in results}
     return {n for n, number in classes.items() if number in numbers}
+
+
+class Aliases:
+    """The aliases of one graph. ``written``: every node whose memory something writes to."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.gm = gm
+        self.written = written_nodes(gm.graph)
+        self._classes = alias_classes(gm.graph) if self.written else {}
+
+    def is_view(self, node: fx.Node) -> bool:
+        """True for a node that is written to and may be memory of one of its arguments."""
+        if node not in self.written or mutated_args(node):
+            return False
+        return any(self._classes[node] == self._classes[a] for _, a in tensor_args(node))
+
+    def shared_with(self, node: fx.Node) -> list[fx.Node]:
+        """All nodes that may be one piece of memory with ``node``, which is written to; the first one made it."""
+        return [n for n, number in self._classes.items() if number == self._classes[node]]
+
+    def observes_alias(self, cast: fx.Node) -> bool:
+        """True if the program can observe that this cast to the same dtype aliased its input: one of the two is written
+        to and the other read afterwards. In low precision the cast would be a copy, and the write lost."""
+        members = self.shared_with(cast)
+        behind = {cast}
+        for node in members:
+            if any(a in behind for _, a in tensor_args(node)):
+                behind.add(node)
+        order = {n: k for k, n in enumerate(self.gm.graph.nodes)}
+        for node in members:
+            for user in node.users:
+                written = {a for name, a in tensor_args(user) if name in mutated_args(user)}
+                if node in written:
+                    other = [m for m in members if (m in behind) != (node in behind)]
+                    if any(m.op != "call_function" or order[u] > order[user] for m in other for u in m.users):
+                        return True
+        return False
+
+
+def kept_between_calls(gm: fx.GraphModule) -> set[fx.Node]:
+    """The nodes between a value that the model keeps (a counter in a buffer) and the one that replaces it."""
+    nodes = list(gm.graph.nodes)
+    places = [n for n in nodes if n.op == "placeholder"]
+    results = pytree.tree_leaves(nodes[-1].args[0]) if nodes and nodes[-1].op == "output" else []
+    found: set[fx.Node] = set()
+    for new, old in gm.meta.get(STATE, []):
+        after, before = {places[old]}, {results[new]}
+        for node in nodes:
+            if any(a in after for a in node.all_input_nodes):
+                after.add(node)
+        for node in reversed(nodes):
+            if any(u in before for u in node.users):
+                before.add(node)
+        found |= after & before
+    return found

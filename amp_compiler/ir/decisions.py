@@ -10,13 +10,16 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from .. import ir
-from ..policy import Choice
+from ..policy import Choice, Rule
 from .meta import Decision, Mode
+
+Causes = tuple[str, ...]
 
 
 def cast(
-    node: fx.Node, dtype: torch.dtype, reason: str, rule: str, choice: Choice | None = None, keep: tuple[str, ...] = ()
-) -> Decision:
+    node: fx.Node, dtype: torch.dtype, reason: str, rule: Rule, choice: Choice | None = None,
+    keep: tuple[str, ...] = (), causes: Causes = (),
+) -> Decision:  # fmt: skip
     """Every float argument is cast to ``dtype``, except those in ``keep`` and those that the op's row names."""
     row = choice.row if choice is not None else None
     explicit = names_dtype(node)
@@ -31,22 +34,25 @@ def cast(
     )  # fmt: skip
     kept = keep + (row.keep_args if row is not None else ())
     named = dtype if follows else None
-    return Decision(Mode.CAST, dtype, reason, choice.cls if choice else None, out, kept, rule, named)
+    cls = choice.cls if choice else None
+    return Decision(Mode.CAST, dtype, reason, rule, cls, out, kept, named, causes=causes)
 
 
-def as_traced(node: fx.Node, reason: str, rule: str, choice: Choice | None = None) -> Decision:
+def as_traced(
+    node: fx.Node, reason: str, rule: Rule, choice: Choice | None = None, causes: Causes = ()
+) -> Decision:
     """Every float argument has the dtype that it was traced with."""
     out = traced(node)
-    return Decision(Mode.TRACED, _first_float(out), reason, choice.cls if choice else None, out, rule=rule)
+    return Decision(Mode.TRACED, _first_float(out), reason, rule, choice.cls if choice else None, out, causes=causes)
 
 
 def as_it_comes(
-    node: fx.Node, reason: str, rule: str, choice: Choice | None = None, traced_out: bool = False
+    node: fx.Node, reason: str, rule: Rule, choice: Choice | None = None, traced_out: bool = False, causes: Causes = ()
 ) -> Decision:
     """Arguments stay as they come; torch's own type promotion decides."""
     changed = any(ir.dtype_of(a) != v.dtype for _, a in ir.tensor_args(node) if (v := ir.tensor_of(a)) is not None)
     out = promoted(node) if changed and not traced_out else traced(node)
-    return Decision(Mode.NATIVE, _first_float(out), reason, choice.cls if choice else None, out, rule=rule)
+    return Decision(Mode.NATIVE, _first_float(out), reason, rule, choice.cls if choice else None, out, causes=causes)
 
 
 def selected(node: fx.Node) -> Decision:
@@ -58,7 +64,8 @@ def selected(node: fx.Node) -> Decision:
     if known is not None and isinstance(index, int) and len(known.out) > index and len(out) == 1:
         flat = known.out[index]
         out = (flat,) if flat is not None else out
-    return Decision(Mode.NATIVE, out[0] if out else None, f"an output of {source.name}", out=out, rule="getitem")
+    precision, causes = out[0] if out else None, (source.name,)
+    return Decision(Mode.NATIVE, precision, f"an output of {source.name}", Rule.SELECTED, out=out, causes=causes)
 
 
 def traced(node: fx.Node) -> tuple[torch.dtype | None, ...]:

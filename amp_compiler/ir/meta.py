@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from ..policy.ops.row import OpClass
+from ..policy.rules import Rule
 
 META = "amp"  # node.meta key of the Decision
 PARAMETER = "amp_parameter"  # node.meta key, True on an input that is a leaf and needs a gradient
@@ -39,24 +40,35 @@ class Mode(enum.Enum):
     NATIVE = "native"  # arguments stay as they come; torch's own type promotion decides
 
 
+class Because(NamedTuple):
+    """A reason in words, and the names of the nodes that it comes from."""
+
+    reason: str
+    causes: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     """The precision of one node and why. ``out`` holds the dtype of each output tensor (None: no float).
 
-    ``named``: what the node's own dtype argument has to become. ``numbers``: new values of number arguments. ``wide``:
-    for each output, what made it wide, or an empty text (see ``wide.py``).
+    ``reason`` is for people, ``rule`` says which rule decided, and ``causes`` names the nodes whose precision, value or
+    dtype led to it, the most important first; ``explain`` follows them. ``named``: what the node's own dtype argument
+    has to become. ``numbers``: new values of number arguments; ``limit`` says so in words. ``wide``: for each output,
+    what made it wide, or an empty text (see ``wide.py``).
     """
 
     mode: Mode
     precision: torch.dtype | None
     reason: str
+    rule: Rule
     cls: OpClass | None = None
     out: tuple[torch.dtype | None, ...] = ()
     keep_args: tuple[str, ...] = ()
-    rule: str = ""  # short machine-readable source of the decision: "table", "exclude", "black_list" …
     named: torch.dtype | None = None
     numbers: tuple[tuple[str, float], ...] = ()
     wide: tuple[str, ...] = ()
+    causes: tuple[str, ...] = ()
+    limit: str = ""
 
 
 def decision(node: fx.Node) -> Decision | None:

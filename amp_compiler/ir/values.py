@@ -99,7 +99,7 @@ def output_dtypes(gm: fx.GraphModule) -> list[torch.dtype | None]:
     return [None if v is None else v.dtype for v in values]
 
 
-def answers(node: fx.Node) -> bool:
+def returns_non_float(node: fx.Node) -> bool:
     """True for an op that tells something of its inputs: a comparison, an argmax, the indices of a sort."""
     values = [v for v in tensor_outputs(node) if v is not None]
     return any(not v.dtype.is_floating_point and not v.dtype.is_complex for v in values)

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from .. import ir
-from ..policy import dtype_name
+from ..policy import Rule, dtype_name
 from .flops import node_flops
 from .provenance import in_backward, sequence_number, traced_from
 
@@ -45,7 +45,8 @@ SHORT = {dtype_name(dtype): short for dtype, short in ir.DTYPE_NAMES.items()}
 class NodeView:
     """One node. ``precision``: of an op that computes; '' for inputs and outputs. ``reason`` and ``rule``: why, and by
     which kind of rule. ``cls``: the op's class in the table. ``inputs``: the names of the nodes that it reads.
-    ``nbytes``: what it writes. ``origin``: the node of the forward graph that it was made from."""
+    ``nbytes``: what it writes. ``origin``: the node of the forward graph that it was made from. ``causes``: the nodes
+    that its precision comes from."""
 
     name: str
     kind: str
@@ -65,6 +66,7 @@ class NodeView:
     origin: str = ""
     subgraph: str = ""
     code: str = ""
+    causes: tuple[str, ...] = ()
 
     @property
     def value(self) -> str:
@@ -202,8 +204,10 @@ class _Taker:
             self.held.add(node)
         module, line = ir.module_path(node), ir.source_line(node)
         precision, reason, rule, cls = "", "", "", ""
+        causes: tuple[str, ...] = ()
         if known is not None:
             precision, reason, rule = precision_name(known.precision), known.reason, known.rule
+            causes = tuple(self.prefix + name for name in known.causes)
             cls = known.cls.value if known.cls is not None else ""
         elif node.op == "call_function":
             precision = _computed_in(node)
@@ -211,20 +215,20 @@ class _Taker:
             module, line = source.module, source.source or line
             if known is None:
                 rule, cls = source.rule, source.cls
-                reason = source.reason
+                reason, causes = source.reason, (source.name,) if part == BACKWARD else source.causes
                 if part == BACKWARD:
                     reason = f"backward of {source.name}: {reason}"
                 elif source.op != ir.op_name(node) and kind != "select":
                     reason = f"part of {source.name} ({source.op}): {reason}"
         if self.functional and not reason and node.op == "call_function" and kind == "call":
-            reason, rule = "added by a pass, for several values at once", "added"
+            reason, rule = "added by a pass, for several values at once", Rule.ADDED
         if kind == "cast" and (not reason or (source is not None and source.kind != "cast")):
-            reason, rule = _cast_reason(node, part), "inserted"
+            reason, rule, causes = _cast_reason(node, part), Rule.INSERTED, ()
         return NodeView(
             self.prefix + node.name, kind, ir.op_name(node) if node.op == "call_function" else node.op, _values(node),
             precision, reason, rule, cls, module, line, tuple(self.prefix + n.name for n in node.all_input_nodes),
             node_flops(node), _bytes(node), part, "", source.name if source is not None else "", self.subgraph,
-            _code(node),
+            _code(node), causes,
         )  # fmt: skip
 
     def origin(self, node: fx.Node, part: str) -> str:

@@ -35,15 +35,15 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from .. import ir
-from ..policy import Choice, Policy
+from ..policy import Choice, Policy, Rule
 from ..policy.ops.row import OpClass
-from .meta import Decision
+from .meta import Because, Decision
 from .nesting import policies_in, policy_at
 
 #: ops that select values and make one number of many
 SELECTING_REDUCTIONS = ("amax", "amin")
 #: rules of decisions on nodes that hold no value of their arguments, or end the chain
-ENDS = ("creation", "no_float", "input", "follows", "level")
+ENDS = (Rule.CREATION, Rule.NO_FLOAT, Rule.INPUT, Rule.FOLLOWS, Rule.LEVEL)
 _WIDE_DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
@@ -64,24 +64,25 @@ class WideRule:
 
     def __init__(self, gm: fx.GraphModule, policy: Policy, known: Container[fx.Node]) -> None:
         self.policy, self.known = policy, known
-        self.applies = any(p.level == "O2" and p.autocast_device is None for p in policies_in(gm, policy))
+        self.applies = any(p.keeps_wide for p in policies_in(gm, policy))
         self.returned = _returned_scalars(gm) if self.applies else set()
 
-    def asks_for_fp32(self, node: fx.Node, args: Iterable[fx.Node], choice: Choice) -> str:
-        """Why ``node`` has to run in fp32, in words; empty if the rule does not ask for it."""
-        if not self.applies or choice.rule == "white_list" or policy_at(node, self.policy).level != "O2":
-            return ""
+    def asks_for_fp32(self, node: fx.Node, args: Iterable[fx.Node], choice: Choice) -> Because | None:
+        """Why ``node`` has to run in fp32; None if the rule does not ask for it."""
+        if not self.applies or choice.rule is Rule.WHITE_LIST or not policy_at(node, self.policy).keeps_wide:
+            return None
         given = list(args)
         if choice.cls is OpClass.LOW:
-            return "gives a scalar that is returned, such as a loss: kept in fp32" if node in self.returned else ""
-        if why := next((why for a in given if (why := why_wide(a))), ""):
-            return f"reads {why}"
+            reason = "gives a scalar that is returned, such as a loss: kept in fp32"
+            return Because(reason) if node in self.returned else None
+        if wide := next((a for a in given if why_wide(a)), None):
+            return Because(f"reads {why_wide(wide)}", (wide.name,))
         may_reduce = choice.cls is not OpClass.EXACT or ir.op_name(node) in SELECTING_REDUCTIONS
         if may_reduce and _reduces_to_scalar(node, given):
-            return "reduces many values to one number, such as a loss or a norm: kept in fp32"
+            return Because("reduces many values to one number, such as a loss or a norm: kept in fp32")
         if node in self.returned and choice.cls is OpClass.FOLLOW:
-            return "part of a scalar that is returned, such as a loss: kept in fp32"
-        return ""
+            return Because("part of a scalar that is returned, such as a loss: kept in fp32")
+        return None
 
     def noted(self, node: fx.Node, new: Decision) -> Decision:
         """The decision on ``node``, which says also which of its results are wide."""
@@ -100,12 +101,12 @@ class WideRule:
         choice = policy_at(node, self.policy).classify(ir.op_name(node))
         if choice.cls is OpClass.LOW:
             return ""
-        if choice.cls is OpClass.FP32 or new.rule == "conditional":
+        if choice.cls is OpClass.FP32 or new.rule is Rule.CONDITIONAL:
             return f"the fp32 result of {described(node)}"
         if choice.cls is OpClass.KEEP and _reads_no_value(node):
             return ""
         inherited = next((why for _, a in ir.tensor_args(node) if (why := why_wide(a))), "")
-        return inherited or (f"the fp32 result of {described(node)}" if new.rule == "wide" else "")
+        return inherited or (f"the fp32 result of {described(node)}" if new.rule is Rule.WIDE else "")
 
 
 def described(node: fx.Node) -> str:

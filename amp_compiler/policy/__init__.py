@@ -1,21 +1,26 @@
 """Which precision each op, module and region gets: levels, the op table (``ops/``), users' rules, scopes."""
 
 from .dtypes import DTYPES, check_low_dtype, default_dtype, dtype_name, precision_dtype
-from .levels import LEVELS, check_level
-from .policy import FILE_VERSION, Choice, Conditional, DType, Policy, matches
+from .levels import DEFAULT_LEVEL, LEVELS, Level, Treatment, check_level
+from .policy import Choice, Conditional, DType, Policy, matches
+from .rules import Rule, words_for
 
 __all__ = [
+    "DEFAULT_LEVEL",
     "DTYPES",
-    "FILE_VERSION",
     "LEVELS",
     "Choice",
     "Conditional",
     "DType",
+    "Level",
     "Policy",
+    "Rule",
+    "Treatment",
     "check_level",
     "check_low_dtype",
     "default_dtype",
     "dtype_name",
     "matches",
     "precision_dtype",
+    "words_for",
 ]

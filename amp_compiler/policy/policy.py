@@ -1,7 +1,7 @@
 """``Policy``: an immutable value that says which precision each op, module and region gets.
 
 The policy reads the op table and answers one question, ``classify``: what class has this op, and why.
-Turning a class into a dtype at a place in a graph is ``passes/assign_precision.py``.
+Turning a class into a dtype at a place in a graph is the pass ``assign_precision`` (``passes/precision/``).
 
 Precedence, the first that applies wins:
 
@@ -19,12 +19,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import fnmatch
 import functools
-import json
 import os
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,13 +31,15 @@ import torch
 
 from ..common.errors import ArgumentError, PolicyError
 from ..common.files import why_not_written
+from . import toml
 from .dtypes import check_low_dtype, default_dtype, dtype_name, precision_dtype
-from .levels import check_level
+from .levels import DEFAULT_LEVEL, LEVELS, Level, check_level
 from .ops import torch_lists
 from .ops.names import EQUIVALENT, OpLike, canonical, find_row
 from .ops.row import OpClass, Row
+from .rules import Rule
 
-FILE_VERSION = 1
+_LISTS = {OpClass.LOW: Rule.WHITE_LIST, OpClass.FP32: Rule.BLACK_LIST, OpClass.FOLLOW: Rule.FOLLOW_LIST}
 DType = torch.dtype  # inside Policy, the name torch is a method
 
 
@@ -60,7 +59,7 @@ class Choice:
     cls: OpClass
     row: Row | None
     reason: str
-    rule: str
+    rule: Rule
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Policy:
     'fp32'
     """
 
-    level: str = "O2"
+    level: str = DEFAULT_LEVEL
     dtype: DType | None = None
     ops: tuple[tuple[str, OpClass], ...] = ()
     modules: tuple[tuple[str, str], ...] = ()
@@ -95,7 +94,7 @@ class Policy:
     # ------------------------------------------------------------------------------------ making
 
     @classmethod
-    def default(cls, level: str = "O2", dtype: DType | str | None = None, device: Any = "cpu") -> Policy:
+    def default(cls, level: str = DEFAULT_LEVEL, dtype: DType | str | None = None, device: Any = "cpu") -> Policy:
         """The policy that ``amp_compile(level=, dtype=)`` uses; dtype None takes the device's default."""
         check_level(level)
         return cls(level, default_dtype(device) if dtype is None else check_low_dtype(dtype))
@@ -131,6 +130,21 @@ class Policy:
         """The low dtype, resolved."""
         return self.dtype if self.dtype is not None else default_dtype("cpu")
 
+    @property
+    def level_row(self) -> Level:
+        """What the level does with each class of ops."""
+        return LEVELS[self.level]
+
+    @property
+    def rewrites(self) -> bool:
+        """False where everything stays as it is."""
+        return self.level_row.rewrites
+
+    @property
+    def keeps_wide(self) -> bool:
+        """True if values that fp32 ops made stay fp32 until a white-listed op reads them (``ir/wide.py``)."""
+        return self.level_row.keeps_wide and self.autocast_device is None
+
     @functools.cached_property
     def _overrides(self) -> dict[str, OpClass]:
         return dict(self.ops)
@@ -141,14 +155,12 @@ class Policy:
         plain = row.name if row is not None else name
         chosen = self._overrides.get(EQUIVALENT.get(plain, plain)) or self._overrides.get(name)
         if chosen is not None:
-            listed = {OpClass.LOW: "white list", OpClass.FP32: "black list"}.get(
-                chosen, f"{chosen.value} list"
-            )
-            return Choice(chosen, row, f"on your {listed}", listed.replace(" ", "_"))
+            rule = _LISTS[chosen]
+            return Choice(chosen, row, f"on {rule.words}", rule)
         if row is None:
             reason = f"unlisted: not known to be safe in low precision; white_list=[{name!r}] runs it there"
-            return Choice(OpClass.KEEP, None, reason, "unlisted")
-        return Choice(row.cls, row, row.reason, "table")
+            return Choice(OpClass.KEEP, None, reason, Rule.UNLISTED)
+        return Choice(row.cls, row, row.reason, Rule.TABLE)
 
     def condition_for(self, name: str, arguments: Mapping[str, Any]) -> Conditional | None:
         """The conditional rule that applies to a call with these arguments, if one does."""
@@ -188,36 +200,17 @@ class Policy:
 
     def to_toml(self) -> str:
         """The policy as TOML text."""
-        lines = [
-            "# amp-compiler policy: edit, version and diff it; load it with Policy.from_file",
-            f"version = {FILE_VERSION}",
-            f"level = {_toml(self.level)}",
-        ]
-        if self.dtype is not None:
-            lines.append(f"dtype = {_toml(dtype_name(self.dtype))}")
-        if self.autocast_device is not None:
-            lines.append(f"autocast_device = {_toml(self.autocast_device)}")
-        lines += ["", "[ops]"]
-        for cls in (OpClass.LOW, OpClass.FP32, OpClass.FOLLOW):
-            lines.append(f"{cls.value} = {_toml([n for n, c in self.ops if c is cls])}")
-        for pattern, precision in self.modules:
-            lines += ["", "[[module]]", f"pattern = {_toml(pattern)}", f"precision = {_toml(precision)}"]
-        for rule in self.conditional:
-            lines += ["", "[[conditional]]", f"op = {_toml(rule.op)}", f"argument = {_toml(rule.argument)}",
-                      f"values = {_toml(list(rule.values))}"]  # fmt: skip
-        return "\n".join(lines) + "\n"
+        lists = {cls.value: [n for n, c in self.ops if c is cls] for cls in (OpClass.LOW, OpClass.FP32, OpClass.FOLLOW)}
+        head = {"level": self.level, "dtype": None if self.dtype is None else dtype_name(self.dtype),
+                "autocast_device": self.autocast_device}  # fmt: skip
+        modules = [{"pattern": pattern, "precision": precision} for pattern, precision in self.modules]
+        rules = [{"op": r.op, "argument": r.argument, "values": list(r.values)} for r in self.conditional]
+        return toml.text(head, lists, {"module": modules, "conditional": rules})
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Policy:
         """Read a policy that ``to_file`` wrote or a person edited."""
-        try:
-            data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise PolicyError(f"The policy file {path} cannot be read: {error.strerror or error}.") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise PolicyError(
-                f"The policy file {path} is not TOML: {error}. Compare it with Policy.to_file's."
-            ) from None
+        data = toml.read(path)
         try:
             return cls.from_dict(data)
         except ArgumentError as error:
@@ -226,28 +219,21 @@ class Policy:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Policy:
         """A policy from parsed TOML; unknown keys are errors, with the nearest known one."""
-        _check_keys(
-            "the file", data, ("version", "level", "dtype", "autocast_device", "ops", "module", "conditional")
-        )
-        version = data.get("version", FILE_VERSION)
-        if version != FILE_VERSION:
-            raise PolicyError(
-                f"version is {version!r}; this release reads {FILE_VERSION}. Update amp-compiler."
-            )
+        toml.check_document(data)
         dtype, device = data.get("dtype"), data.get("autocast_device")
         if device is not None and not isinstance(device, str):
             raise PolicyError(f"autocast_device must be a text such as 'cpu', not {device!r}.")
         policy = cls(
-            data.get("level", "O2"), None if dtype is None else check_low_dtype(dtype), autocast_device=device
+            data.get("level", DEFAULT_LEVEL), None if dtype is None else check_low_dtype(dtype), autocast_device=device
         )
         ops = data.get("ops", {})
         if not isinstance(ops, dict):
             raise PolicyError("ops must be a table: write [ops] and below it low, fp32 and follow lists.")
-        _check_keys("[ops]", ops, ("low", "fp32", "follow"))
+        toml.check_keys("[ops]", ops, ("low", "fp32", "follow"))
         policy = policy.with_ops(**{key: _as_list(value, key) for key, value in ops.items()})
-        tables = _tables(data, "module", ("pattern", "precision"))
+        tables = toml.tables(data, "module", ("pattern", "precision"))
         policy = dataclasses.replace(policy, modules=tuple((t["pattern"], t["precision"]) for t in tables))
-        rules = _tables(data, "conditional", ("op", "argument", "values"))
+        rules = toml.tables(data, "conditional", ("op", "argument", "values"))
         return policy.with_conditional(
             (r["op"], r["argument"], _as_list(r["values"], "values")) for r in rules
         )
@@ -265,26 +251,6 @@ def _as_list(given: object, what: str) -> list[Any]:
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise PolicyError(f"{what} must be a list of ops, not {given!r}: write [{given!r}].")
     return list(given)
-
-
-def _check_keys(where: str, data: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    for key in data:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f" Did you mean '{near[0]}'?" if near else f" Known: {', '.join(known)}."
-            raise PolicyError(f"Unknown key '{key}' in {where}.{hint}")
-
-
-def _tables(data: Mapping[str, Any], key: str, fields: tuple[str, ...]) -> list[Mapping[str, Any]]:
-    tables = data.get(key, [])
-    if not isinstance(tables, list) or not all(isinstance(t, dict) for t in tables):
-        raise PolicyError(f"'{key}' must be written as [[{key}]] tables.")
-    for table in tables:
-        _check_keys(f"[[{key}]]", table, fields)
-        missing = [f for f in fields if f not in table]
-        if missing:
-            raise PolicyError(f"A [[{key}]] table lacks '{missing[0]}'.")
-    return tables
 
 
 def _classes(given: Iterable[tuple[OpLike, OpClass]]) -> dict[str, OpClass]:
@@ -342,17 +308,3 @@ def _check_argument(name: str, argument: str) -> None:
     known = sorted({a.name for s in schemas for a in s.arguments})
     if schemas and argument not in known:
         raise PolicyError(f"'{name}' has no argument {argument!r}; it has {', '.join(known)}.")
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, (int, float)):
-        return repr(value)
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_toml(v) for v in value) + "]"
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    raise PolicyError(
-        f"{value!r} cannot be written to a policy file: use texts, numbers, booleans or lists of them."
-    )

@@ -21,6 +21,7 @@ from ..ir import Mode
 from ..ir.nesting import policy_at
 from ..ir.weights import moves
 from ..ir.wide import why_wide
+from ..policy import Rule, Treatment
 from ..policy.ops.row import OpClass
 
 DEEP = "AMP_VERIFY"
@@ -98,17 +99,17 @@ def _assigned(gm: fx.GraphModule, ctx: Any, where: str) -> None:
         if known is None or not known.reason:
             _fail(where, node, "has no precision or no reason.")
             continue
-        if known.rule == "table" and known.mode is Mode.CAST and ctx.policy.autocast_device is None:
-            expected = _expected(known.cls, policy_at(node, ctx.policy)) if not ir.answers(node) else None
+        if known.rule is Rule.TABLE and known.mode is Mode.CAST and ctx.policy.autocast_device is None:
+            expected = _expected(known.cls, policy_at(node, ctx.policy)) if not ir.returns_non_float(node) else None
             if expected is not None and known.precision != expected:
                 _fail(where, node, f"is {known.precision}, but the level's table says {expected}.")
         if known.mode is not Mode.NATIVE and _written_and_cast(node, known):
             _fail(where, node, "would have an argument cast that it writes to: the write would be lost.")
-        if known.precision in low_dtypes and known.cls is OpClass.FP32 and known.rule == "table":
+        if known.precision in low_dtypes and known.cls is OpClass.FP32 and known.rule is Rule.TABLE:
             _fail(where, node, "is on the black list and low.")
-        if known.precision in low_dtypes and known.mode is Mode.CAST and known.rule in ("table", "follow_list"):
+        if known.precision in low_dtypes and known.mode is Mode.CAST and known.rule in (Rule.TABLE, Rule.FOLLOW_LIST):
             wide = next((why for _, a in ir.tensor_args(node) if (why := why_wide(a))), "")
-            if wide and known.cls is not OpClass.LOW and policy_at(node, ctx.policy).level == "O2":
+            if wide and known.cls is not OpClass.LOW and policy_at(node, ctx.policy).keeps_wide:
                 _fail(where, node, f"rounds {wide}, which only a white-listed op may do.")
 
 
@@ -124,11 +125,7 @@ def _written_and_cast(node: fx.Node, known: ir.Decision) -> bool:
 def _expected(cls: OpClass | None, policy: Any) -> torch.dtype | None:
     if cls is OpClass.LOW:
         return None  # the low dtype may be a region's own
-    if cls is OpClass.FP32 and policy.level in ("O1", "auto"):
-        return torch.float32
-    if cls is OpClass.FOLLOW and policy.level == "O1":
-        return torch.float32
-    return None
+    return torch.float32 if policy.level_row.treatment(cls) is Treatment.FP32 else None
 
 
 def _cast(gm: fx.GraphModule, ctx: Any, where: str) -> None:
@@ -141,7 +138,7 @@ def _cast(gm: fx.GraphModule, ctx: Any, where: str) -> None:
             for value, dtype in zip(values, known.out, strict=True):
                 if value is not None and dtype is not None and value.dtype != dtype:
                     _fail(where, node, f"is decided to give {dtype}, its value says {value.dtype}.")
-        if ir.is_higher_order(node) and known.rule in ("transparent", "sealed"):
+        if ir.is_higher_order(node) and known.rule in (Rule.TRANSPARENT, Rule.SEALED):
             _same_as_bodies(gm, node, where)
         if known.mode is Mode.CAST and node.op == "call_function" and not ir.is_higher_order(node):
             for name, arg in ir.tensor_args(node):

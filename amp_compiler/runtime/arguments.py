@@ -15,7 +15,7 @@ from ..common.errors import ArgumentError, PolicyError
 from ..ir.nesting import check_parts
 from ..kernels import capability, cpu, gpu
 from ..passes import order
-from ..policy import Policy, check_level, check_low_dtype, default_dtype, matches
+from ..policy import DEFAULT_LEVEL, Policy, check_level, check_low_dtype, default_dtype, matches
 from ..policy.ops.names import OpLike
 from ..policy.scopes import modules_of
 from .backend import BACKENDS
@@ -51,7 +51,7 @@ def check_request(
         dtype = check_low_dtype(dtype)
     if policy is not None and not isinstance(policy, Policy):
         raise ArgumentError(f"policy must be an amp_compiler.Policy, not {type(policy).__name__}.")
-    if policy is not None and level not in ("O2", policy.level):
+    if policy is not None and level not in (DEFAULT_LEVEL, policy.level):
         raise ArgumentError(f"level={level!r} contradicts the policy's {policy.level!r}: give one of them.")
     names = tuple(order.check_names(disable_passes))
     base = (policy or Policy(level, dtype)).with_ops(low=white_list, fp32=black_list)

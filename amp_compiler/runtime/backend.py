@@ -155,7 +155,7 @@ class Captured:
     ) -> None:  # fmt: skip
         self.options, self.state, self._wide = options, state, wide
         self._backend = backend or Backend(target, options, state)
-        leaves_code = not options.fullgraph and options.policy.level != "O0"
+        leaves_code = not options.fullgraph and options.policy.rewrites
         self._outside = Uncaptured(target, options, state, self._backend) if leaves_code else None
         self._function, self._dynamic = function, options.dynamic
         self._run = self._compile()
@@ -327,8 +327,8 @@ class Backend:
     def mark_wide(self, gm: fx.GraphModule, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
         """Tell ``assign_precision`` which inputs are wide. The same code may be called with one that is not, or the
         other way round, so Dynamo's guards look at that too, unless the whole call is one graph."""
-        applies = self.options.policy.level == "O2" or has_parts(gm)
-        if not applies or self.options.policy.autocast_device is not None:
+        policy = self.options.policy
+        if policy.autocast_device is not None or not (policy.keeps_wide or has_parts(gm)):
             return
         places = [n for n in graph.graph.nodes if n.op == "placeholder"]
         own = {id(b) for m in modules_of(self.target).values() for b in m._buffers.values()}
@@ -359,7 +359,7 @@ class Backend:
         """The same frame in the low dtype, if its code can depend on dtypes (``capture/twin.py``)."""
         from ..capture.twin import may_depend_on_dtype, twin_of_frame
 
-        untouched = self.options.policy.level == "O0" and not has_parts(gm)
+        untouched = not self.options.policy.rewrites and not has_parts(gm)
         if untouched or "mark_dtype_origin" in self.options.disable_passes:
             return None
         if not may_depend_on_dtype(gm):

@@ -185,7 +185,7 @@ class Uncaptured:
         self._paths: dict[int, str] = {}
         self._lowers: dict[Any, bool] = {}
         self._wide_makers: dict[Any, bool] = {}
-        self._notes_wide = self.policy.level == "O2" and self.policy.autocast_device is None
+        self._notes_wide = self.policy.keeps_wide
         self._told: set[Any] = set()
         self._around = _Around()
         self.watches_disabled = self.over_limit = False

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from .. import ir
-from ..policy import dtype_name
+from ..policy import Rule, dtype_name
 from .probe import Probe, Seen, alone_is_finite, is_float, largest
 
 
@@ -172,7 +172,7 @@ def _of_cast(probe: Probe, cast: Seen, of: str) -> _Answer:
 
 def _written_by_user(node: fx.Node) -> bool:
     known = ir.decision(node)
-    return known is None or known.rule != "inserted"
+    return known is None or known.rule is not Rule.INSERTED
 
 
 def _tensors(seen: Seen) -> list[Tensor]:

@@ -26,14 +26,20 @@ from amp_compiler import AmpModule, AmpWarning, Policy, amp_compile, ir, precisi
 from amp_compiler import compile as compile_
 from amp_compiler.capture import autodiff, dynamo, export, lower, recurrent, twin
 from amp_compiler.common.errors import VerifyError
-from amp_compiler.ir import Decision, Mode, constants, decisions, memory
-from amp_compiler.passes import assign_precision, fold_casts, insert_casts, mark_dtype_origin, normalize, order
+from amp_compiler.ir import Decision, Mode, constants, decisions
+from amp_compiler.passes import fold_casts, insert_casts, mark_dtype_origin, normalize, order
+from amp_compiler.passes.precision import limits as limits_module
+from amp_compiler.passes.precision import writes
+from amp_compiler.passes.precision.asked import Asked
+from amp_compiler.passes.precision.carried import Carried
+from amp_compiler.passes.precision.limits import Limits
+from amp_compiler.policy import Rule
 from amp_compiler.policy.ops.row import Row
 from amp_compiler.runtime.backend import Captured
 from helpers import BF16, F16, F32, ExportMixed, casts, context, exported, functional, ops, pre_dispatch, same
 
 Removal = Callable[[pytest.MonkeyPatch], None]
-Assign, Comparison = assign_precision._Assign, mark_dtype_origin._Comparison
+Comparison = mark_dtype_origin._Comparison
 
 
 class Trap(NamedTuple):
@@ -152,7 +158,7 @@ def in_place() -> None:
     as_in_fp32(fn, ints(4, 4), ints(4, 4, seed=1))
 
 
-@trap("view of a mutated tensor", gives(memory.Memory, "is_view", False))
+@trap("view of a mutated tensor", gives(ir.Aliases, "is_view", False))
 @trap("view of a mutated tensor: what is written", gives(ir, "written_nodes", set()))
 def view() -> None:
     def fn(x: Tensor, w: Tensor) -> Tensor:
@@ -164,7 +170,7 @@ def view() -> None:
     as_in_fp32(fn, ints(4, 4), ints(4, 4, seed=1))
 
 
-@trap("view of a mutated tensor: a cast that does nothing", gives(Assign, "makers_in_fp32", {}))
+@trap("view of a mutated tensor: a cast that does nothing", gives(writes, "makers_in_fp32", {}))
 def cast_as_view() -> None:
     def fn(x: Tensor, w: Tensor) -> Tensor:
         y = x @ w
@@ -242,7 +248,7 @@ def mask(dtype: torch.dtype) -> None:
     finite(lambda y: torch.where(y > 0, -3.4e38, y), dtype)
 
 
-@trap("constant: eps=1e-8", gives(Assign, "misfit"))
+@trap("constant: eps=1e-8", gives(Carried, "misfit"))
 def eps() -> None:
     finite(lambda y: y.abs() + 1e-8)
 
@@ -252,12 +258,12 @@ def constant_tensor() -> None:
     finite(lambda y: y + torch.tensor([-1e9, 0.0, 1.0, 2.0]))
 
 
-@trap("constant: what carries it", gives(Assign, "carry"))
+@trap("constant: what carries it", gives(Carried, "note"))
 def carried() -> None:
     finite(lambda y: y.masked_fill(y > 0, -1e9) * 1.0)
 
 
-@trap("constant: written into a low result", gives(Assign, "makers_in_fp32", {}))
+@trap("constant: written into a low result", gives(writes, "makers_in_fp32", {}))
 def written_constant() -> None:
     finite(lambda y: y.add_(1e9) * 1.0)
 
@@ -273,7 +279,7 @@ def positions() -> None:
 
 def _as_traced(node: Any) -> Decision:
     out = decisions.traced(node)
-    return Decision(Mode.NATIVE, out[0], "as traced", out=out, rule="getitem")
+    return Decision(Mode.NATIVE, out[0], "as traced", Rule.SELECTED, out=out)
 
 
 @trap("multi-output op", becomes(decisions, "selected", _as_traced))
@@ -288,7 +294,7 @@ def several_outputs() -> None:
     assert precisions(gm, "getitem", "exp") == [BF16, BF16, F32]
 
 
-@trap("multi-output op: indices", gives(ir, "answers", False))
+@trap("multi-output op: indices", gives(ir, "returns_non_float", False))
 def indices() -> None:
     def fn(x: Tensor) -> Any:
         return x.sort().indices
@@ -356,7 +362,7 @@ class Counter(nn.Module):
         return x @ x
 
 
-@trap("running statistics: a buffer that is reassigned", gives(memory, "kept_between_calls", set()))
+@trap("running statistics: a buffer that is reassigned", gives(ir, "kept_between_calls", set()))
 def counter() -> None:
     model = Counter()
     fast = compiled(model)
@@ -736,18 +742,18 @@ def untouched(m: Any, y: Tensor) -> Tensor:
 
 
 def no_neutral(patch: pytest.MonkeyPatch) -> None:
-    real = Assign.note_asked
+    real = Asked.note
 
     def note_asked(self: Any, node: Any, known: Decision) -> None:
         real(self, node, known)
         self.neutral.clear()
 
-    patch.setattr(Assign, "note_asked", note_asked)
+    patch.setattr(Asked, "note", note_asked)
 
 
 NO_TWIN = {"dynamo": gives(twin, "twin_of_frame"), "export": gives(Comparison, "run", False)}
 MARKED: list[tuple[str, Any, str, torch.dtype, str, Removal | None]] = [
-    ("an explicit cast is honoured", explicit, "O2", F32, "both", gives(Assign, "note_asked")),
+    ("an explicit cast is honoured", explicit, "O2", F32, "both", gives(Asked, "note")),
     ("a cast that follows", followed, "O2", BF16, "both", None),
     ("a cast that fp32 skips", conditional, "O2", BF16, "both",
      becomes(Comparison, "counterpart", lambda self, theirs, before=None: self.ours.get(theirs))),
@@ -778,7 +784,7 @@ def fill(m: Any, y: Tensor) -> Tensor:
 
 @trap("dtype-dependent Python: limits, dynamo", NO_TWIN["dynamo"], front="dynamo")
 @trap("dtype-dependent Python: limits, export", NO_TWIN["export"], front="export")
-@trap("dtype-dependent Python: limits follow the op", becomes(Assign, "with_numbers", lambda self, node, new: new),
+@trap("dtype-dependent Python: limits follow the op", becomes(Limits, "applied", lambda self, node, new: new),
       front="export")  # fmt: skip
 def limits(front: str) -> None:
     run, gm, _ = through(front, Does(fill), normal(4, 4), dtype=F16)
@@ -794,7 +800,7 @@ def limit_tensor() -> None:
     assert precisions(gm, "maximum") == [F16]
 
 
-@trap("dtype-dependent Python: a limit that fp32 ops alone see", gives(Assign, "limits_kept_in_fp32", frozenset()))
+@trap("dtype-dependent Python: a limit that fp32 ops alone see", gives(limits_module, "kept_in_fp32", frozenset()))
 def limit_in_fp32() -> None:
     def step(m: Any, y: Tensor) -> Tensor:
         return (y.float() + torch.full((4,), torch.finfo(y.dtype).min, dtype=y.dtype)).softmax(-1)

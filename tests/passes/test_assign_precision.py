@@ -22,7 +22,7 @@ from amp_compiler.common.errors import BannedOpError, PipelineError, VerifyError
 from amp_compiler.ir import Decision, Mode
 from amp_compiler.ir.constants import EPS_ARGUMENTS
 from amp_compiler.passes import insert_casts
-from amp_compiler.passes.assign_precision import PASS
+from amp_compiler.passes.precision import PASS
 from amp_compiler.policy.ops.row import OpClass, Row
 from amp_compiler.policy.ops.table import ROWS
 from amp_compiler.rewrite.base import Context

@@ -401,7 +401,7 @@ def policies(draw: st.DrawFn) -> Policy:
     for name, where in ops.items():
         lists[where].append(name)
     policy = Policy(
-        draw(st.sampled_from(LEVELS)), draw(st.sampled_from([None, FP16, BF16])),
+        draw(st.sampled_from(list(LEVELS))), draw(st.sampled_from([None, FP16, BF16])),
         autocast_device=draw(st.sampled_from([None, None, "cpu", "cuda"])),
     )  # fmt: skip
     policy = policy.with_ops(**lists)

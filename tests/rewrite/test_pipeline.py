@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from amp_compiler.common.errors import AmpError, ArgumentError, BannedOpError, PipelineError, VerifyError
-from amp_compiler.passes import assign_precision, insert_casts, normalize
+from amp_compiler.passes import insert_casts, normalize, precision
 from amp_compiler.passes.order import (
     ALL,
     CONVERT,
@@ -66,12 +66,12 @@ def test_the_pipelines_are_in_order() -> None:
     ("passes", "message"),
     [
         (
-            (assign_precision.PASS,),
+            (precision.PASS,),
             "'assign_precision' needs 'normalized'.*'normalize' makes it.*Before it run: nothing",
         ),
         ((normalize.PASS, insert_casts.PASS), "'insert_casts' needs 'assigned'.*Before it run: normalize"),
         (
-            (normalize.PASS, insert_casts.PASS, assign_precision.PASS),
+            (normalize.PASS, insert_casts.PASS, precision.PASS),
             "'assign_precision' makes it and must come earlier",
         ),
         (JOINT, "'fold_casts' needs 'functional', which nothing before it makes"),
@@ -157,7 +157,7 @@ def failing(error: Exception) -> Pass:
 
 
 def test_a_failing_pass_names_the_passes_before_it() -> None:
-    pipe = Pipeline((normalize.PASS, assign_precision.PASS, failing(KeyError("x"))), GIVEN)
+    pipe = Pipeline((normalize.PASS, precision.PASS, failing(KeyError("x"))), GIVEN)
     with pytest.raises(
         PipelineError, match="'failing' failed on a forward graph after normalize, assign_precision"
     ) as info:
@@ -173,7 +173,7 @@ def test_the_first_pass_fails_after_capture() -> None:
 
 
 def test_errors_for_the_user_go_up_as_they_are() -> None:
-    pipe = Pipeline((normalize.PASS, assign_precision.PASS, failing(BannedOpError("banned"))), GIVEN)
+    pipe = Pipeline((normalize.PASS, precision.PASS, failing(BannedOpError("banned"))), GIVEN)
     with pytest.raises(BannedOpError, match=r"^banned$"):
         run(pipe)
     assert issubclass(PipelineError, AmpError)

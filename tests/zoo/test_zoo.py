@@ -212,11 +212,11 @@ def _allowed(node: fx.Node, policy: Policy) -> bool:
         return seen == low
     if choice.cls is OpClass.FP32:
         return seen == wide
-    if choice.cls is OpClass.FOLLOW and not ir.answers(node):
+    if choice.cls is OpClass.FOLLOW and not ir.returns_non_float(node):
         return seen == {"O1": wide, "O2": low}.get(policy.level, seen) and len(seen) == 1
     if choice.cls is OpClass.KEEP:
         return choice.rule == known.rule
-    return len(inputs) <= 1 and (results <= inputs or ir.answers(node))
+    return len(inputs) <= 1 and (results <= inputs or ir.returns_non_float(node))
 
 
 # -------------------------------------------------------------------------------------------------- tests

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,44 +11,13 @@ from rich.text import Text
 
 from ...common.errors import ArgumentError
 from ...ir.view import INPUTS, SHORT, GraphView, NodeView
-from ...policy import matches
+from ...policy import LEVELS, Rule, matches, words_for
 from ...policy.ops.names import canonical
+from ...policy.ops.row import OpClass
 from .select import find, nearest_module
 from .words import CAST, COLOURS, count, size
 
 _LENGTH = 12  # a chain goes no further than this
-#: what a level says of a class
-LEVELS = {
-    ("O0", ""): "level O0 touches nothing",
-    ("O1", "low"): "level O1 runs the white list in the low dtype",
-    ("auto", "low"): "level auto runs the white list in the low dtype",
-    ("O2", "low"): "level O2 runs the white list in the low dtype",
-    ("O3", "low"): "level O3 runs everything that it can in the low dtype",
-    ("O1", "fp32"): "level O1 runs the black list in fp32",
-    ("auto", "fp32"): "level auto runs the black list in fp32",
-    ("O2", "fp32"): "level O2 runs the black list in fp32, low in and out where torch's kernel is fp32 inside",
-    ("O3", "fp32"): "level O3 runs everything that it can in the low dtype",
-    ("O1", "follow"): "level O1 keeps other arithmetic in fp32",
-    ("auto", "follow"): "level auto runs other arithmetic low where all its inputs are low",
-    ("O2", "follow"): "level O2 runs other arithmetic in the low dtype, unless it reads what an fp32 op made",
-    ("O3", "follow"): "level O3 runs everything that it can in the low dtype",
-}
-RULES = {
-    "table": "the op table", "white_list": "your white list", "black_list": "your black list",
-    "follow_list": "your follow list", "module_rule": "a module rule of the policy", "set_precision": "set_precision",
-    "region": "a region in the model's code", "conditional": "a conditional rule of the policy",
-    "constant": "a constant that the low dtype cannot hold", "asked": "the model's code, which asked for fp32",
-    "wide": "a value that an fp32 op made, or that is one number",
-    "author": "the model's code", "follows": "the model's code, which follows a dtype",
-    "fp32_inside": "the op table: fp32 inside the kernel", "fp32_only": "torch, which has no low kernel for it",
-    "autocast": "torch.autocast's lists", "level": "the level", "unlisted": "no rule: the op is not listed",
-    "neutral": "constants of the model's code alone", "explicit_dtype": "an explicit dtype= argument",
-    "in_place": "what it writes to", "untouched": "an input whose dtype is never changed",
-    "creation": "the op makes a tensor", "input": "an input", "no_float": "no floating-point input",
-    "inserted": "the pass insert_casts", "state": "a value that is kept between calls",
-    "already_low": "the model's own code", "added": "a pass of the compiler",
-    "unsure": "code that branches on the dtype",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -113,7 +81,7 @@ def explain(node: NodeView, view: GraphView, level: str, runs: GraphView | None 
     """Why ``node`` of the forward graph ``view``, or of the graph that runs, has its precision."""
     if runs is not None and view.by_name.get(node.name) is not node:
         known = view.by_name.get(node.origin)
-        link = Link(node, f"made from {node.origin}" if node.origin else RULES.get(node.rule, node.rule), node.reason)
+        link = Link(node, f"made from {node.origin}" if node.origin else words_for(node.rule), node.reason)
         return Explanation(node, (link, *(_chain(known, view, level) if known is not None else ())),
                            *_casts_around(node, runs))  # fmt: skip
     made = [n for n in runs.nodes if n.origin == node.name and n.kind == "call"] if runs is not None else []
@@ -145,30 +113,19 @@ def _chain(node: NodeView, view: GraphView, level: str) -> list[Link]:
 
 
 def _by(node: NodeView, level: str) -> str:
-    rule = RULES.get(node.rule, node.rule)
+    rule = words_for(node.rule)
     if node.kind in INPUTS:
         return f"a {node.kind}: keeps its dtype"
-    if node.rule == "table":
-        says = LEVELS.get((level, node.cls), "it moves or selects values: it follows its input")
+    if node.rule == Rule.TABLE and node.cls:
+        says = LEVELS[level].says(OpClass(node.cls)) or "it moves or selects values: it follows its input"
         return f"{rule} has {node.op} as {node.cls.upper()}; {says}"
     return rule
 
 
-_NAMED = re.compile(r"\b(?:follows|computes with|an output of|backward of) (\w[\w.]*)")
-
-
 def _decided_by(node: NodeView, view: GraphView) -> NodeView | None:
-    """The node that this one's reason points at, if it points at one."""
-    named = _NAMED.search(node.reason)
-    if named and named[1] in view.by_name:
-        return view.by_name[named[1]]
-    points = node.reason.startswith(("follows its input", "all its inputs are low")) or node.rule == "getitem"
-    if not points:
-        return None
-    floats = [_behind(view.by_name[i], view) for i in node.inputs if i in view.by_name]
-    floats = [n for n in floats if n.values and n.values[0].dtype in ("float32", "float16", "bfloat16")]
-    same = [n for n in floats if n.precision == node.precision]
-    return next(iter(same or floats), None)
+    """The node that this one's precision comes from, if there is one in the graph."""
+    cause = next((view.by_name[name] for name in node.causes if name in view.by_name), None)
+    return None if cause is None or node.kind == "cast" else _behind(cause, view)
 
 
 def _behind(node: NodeView, view: GraphView) -> NodeView:

@@ -73,7 +73,7 @@ def node_document(node: NodeView) -> dict[str, Any]:
     """A node as plain values."""
     found = asdict(node)
     found["values"] = [{"dtype": v.dtype, "shape": list(v.shape)} for v in node.values]
-    found["inputs"] = list(node.inputs)
+    found["inputs"], found["causes"] = list(node.inputs), list(node.causes)
     found["bytes"] = found.pop("nbytes")
     found["class"] = found.pop("cls")
     found["text"] = found.pop("code")

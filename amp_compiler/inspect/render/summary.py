@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import textwrap
 from collections import Counter
@@ -10,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from rich.text import Text
 
+from ...policy import LEVELS, Rule
 from ..report import LOW, Report, Row, work_line
 from .modules import ROOT, merged_names, summarize
 from .words import CAST, COLOURS, count, size
@@ -19,10 +19,10 @@ SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}  # as reasons
 _NARROW = 60  # no table gets narrower
 _KINDS = 12  # of reasons for fp32 that a summary lists
 #: rules of ops that are in fp32 because of what they read or make, and not by a choice
-_ORDINARY = ("creation", "neutral", "no_float", "input", "getitem", "transparent", "sealed", "level")
-_FOLLOWS = re.compile(r"^follows \w[\w.]*, which is fp32$|^follows its input: .*")
-_NODE = re.compile(r"\b(computes with) \w[\w.]*,")
-_LIMIT = re.compile(r"; (\S+ was the limit of its dtype and is now \S+)$")
+_ORDINARY = (Rule.CREATION, Rule.NEUTRAL, Rule.NO_FLOAT, Rule.INPUT, Rule.SELECTED, Rule.TRANSPARENT, Rule.SEALED,
+             Rule.LEVEL)  # fmt: skip
+#: rules by which an op may have followed what it reads; its causes are the nodes that it followed
+_FOLLOWING = (Rule.TABLE, Rule.WHITE_LIST, Rule.BLACK_LIST, Rule.FOLLOW_LIST)
 
 
 def terminal_width() -> int:
@@ -43,7 +43,8 @@ def lines(report: Report, width: int | None = None, hint: bool = True) -> list[T
 
 def _hint(report: Report) -> str:
     """What to type next, with names of this report."""
-    kept = [r for r in report.rows if r.precision == "float32" and r.rule in ("table", "wide") and not _is_ordinary(r)]
+    kept = [r for r in report.rows if r.precision == "float32" and r.rule in (Rule.TABLE, Rule.WIDE)]
+    kept = [r for r in kept if not _is_ordinary(r)]
     low = [r for r in report.rows if r.precision in LOW]
     told = "Every op: print(report.full())."
     if not kept and not low:
@@ -144,7 +145,7 @@ def _right(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
 
 def _in_fp32(report: Report, width: int) -> list[Text]:
     """The ops in fp32 by their reasons; at O0 nothing else is to be expected."""
-    rows = [r for r in report.rows if r.precision == "float32" and report.level != "O0"]
+    rows = [r for r in report.rows if r.precision == "float32" and LEVELS[report.level].rewrites]
     if not rows:
         return []
     made, names = [Text("in float32", style="bold")], merged_names(report)
@@ -160,15 +161,15 @@ def _in_fp32(report: Report, width: int) -> list[Text]:
 
 
 def _is_ordinary(row: Row) -> bool:
-    return row.rule in _ORDINARY or _FOLLOWS.match(row.reason) is not None
+    return row.rule in _ORDINARY or (row.rule in _FOLLOWING and bool(row.causes))
 
 
 def _limits(report: Report, width: int) -> list[Text]:
     """Numbers that became the low dtype's own limit."""
     found: dict[str, list[Row]] = {}
     for row in report.rows:
-        if limit := _LIMIT.search(row.reason):
-            found.setdefault(limit[1], []).append(row)
+        if row.limit:
+            found.setdefault(row.limit, []).append(row)
     if not found:
         return []
     names = merged_names(report)
@@ -195,7 +196,10 @@ def _by_reason(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
     """Rows of one reason together, the largest number first; names of single nodes do not make another reason."""
     found: dict[str, list[Row]] = {}
     for row in rows:
-        found.setdefault(_LIMIT.sub("", _NODE.sub(r"\1 a value,", row.reason)), []).append(row)
+        reason = row.reason.removesuffix(f"; {row.limit}")
+        if row.rule == Rule.ASKED:
+            reason = "computes with a value, which the model's code casts to float32"
+        found.setdefault(reason, []).append(row)
     return sorted(found.items(), key=lambda item: -len(item[1]))
 
 

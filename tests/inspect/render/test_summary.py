@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,14 +24,17 @@ REASONS = {
 }
 
 
-def row(node: str, op: str, module: str, precision: str = "bfloat16", rule: str = "table", reason: str = "") -> Row:
+def row(
+    node: str, op: str, module: str, precision: str = "bfloat16", rule: str = "table", reason: str = "", **more: Any
+) -> Row:
     flops = 100 if op == "linear" else 0
-    return Row(node, op, module, "", precision, reason or REASONS.get(op, "a reason"), rule, 0, flops)
+    return Row(node, op, module, "", precision, reason or REASONS.get(op, "a reason"), rule, 0, flops, **more)
 
 
 def bert_like(layers: int = 12) -> Report:
     """Rows as a BERT has them: hundreds, most of them alike."""
-    rows = [row("embedding", "embedding", "bert.embeddings", "float32", reason="follows its input: copies values")]
+    follows = {"reason": "follows its input: copies values", "causes": ("weight",)}
+    rows = [row("embedding", "embedding", "bert.embeddings", "float32", **follows)]
     for i in range(layers):
         path = f"bert.encoder.layer.{i}"
         rows += [row(f"{name}_{i}", "linear", f"{path}.attention.self.{name}") for name in ("query", "key", "value")]
@@ -91,9 +95,10 @@ def test_at_o0_fp32_is_nothing_unusual() -> None:
 
 
 def test_the_unusual_is_all_there() -> None:
-    limit = "a reason; -3.40282e+38 was the limit of its dtype and is now -65504"
+    limit = "-3.40282e+38 was the limit of its dtype and is now -65504"
     report = Report(
-        (row("masked_fill", "masked_fill", "a", reason=limit), row("add", "add", "a", "float32", "constant",
+        (row("masked_fill", "masked_fill", "a", reason=f"a reason; {limit}", limit=limit),
+         row("add", "add", "a", "float32", "constant",
          "the constant 1e-08 is not representable in float16: kept in fp32")),
         "O2", "float16", not_captured=("graph break: " + "long " * 40,), notes=("a note",),
     )  # fmt: skip

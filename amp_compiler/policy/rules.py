@@ -1,0 +1,71 @@
+"""The rules by which a node gets its precision, each with the words that a user reads."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Rule(enum.StrEnum):
+    """The kind of rule behind a decision. Its value stands in reports and files; ``words`` says who or what decided.
+
+    >>> Rule.WHITE_LIST == "white_list", Rule.WHITE_LIST.words
+    (True, 'your white list')
+    """
+
+    words: str
+
+    def __new__(cls, value: str, words: str) -> Rule:
+        made = str.__new__(cls, value)
+        made._value_ = value
+        made.words = words
+        return made
+
+    # what the user's policy says
+    TABLE = "table", "the op table"
+    WHITE_LIST = "white_list", "your white list"
+    BLACK_LIST = "black_list", "your black list"
+    FOLLOW_LIST = "follow_list", "your follow list"
+    UNLISTED = "unlisted", "no rule: the op is not listed"
+    CONDITIONAL = "conditional", "a conditional rule of the policy"
+    MODULE_RULE = "module_rule", "a module rule of the policy"
+    SET_PRECISION = "set_precision", "set_precision"
+    LEVEL = "level", "the level"
+    AUTOCAST = "autocast", "torch.autocast's lists"
+
+    # what the model's code says
+    REGION = "region", "a region in the model's code"
+    AUTHOR = "author", "the model's code"
+    FOLLOWS = "follows", "the model's code, which follows a dtype"
+    ASKED = "asked", "the model's code, which asked for fp32"
+    EXPLICIT_DTYPE = "explicit_dtype", "an explicit dtype= argument"
+    ALREADY_LOW = "already_low", "the model's own code"
+    UNSURE = "unsure", "code that branches on the dtype"
+    CREATION = "creation", "the op makes a tensor"
+
+    # what the values allow
+    CONSTANT = "constant", "a constant that the low dtype cannot hold"
+    NEUTRAL = "neutral", "constants of the model's code alone"
+    WIDE = "wide", "a value that an fp32 op made, or that is one number"
+    STATE = "state", "a value that is kept between calls"
+    IN_PLACE = "in_place", "what it writes to"
+    VIEW = "view", "a tensor that is written to, of which it is a view"
+    UNTOUCHED = "untouched", "an input whose dtype is never changed"
+    NO_FLOAT = "no_float", "no floating-point input"
+    INPUT = "input", "an input"
+    FP32_INSIDE = "fp32_inside", "the op table: fp32 inside the kernel"
+    FP32_ONLY = "fp32_only", "torch, which has no low kernel for it"
+    STORED_LOW = "stored_low", "a weight that the conversion stores in the low dtype"
+
+    # nodes that hold others, or that passes add
+    SELECTED = "getitem", "the op that it is an output of"
+    TRANSPARENT = "transparent", "the ops inside it"
+    SEALED = "sealed", "a higher-order op, whose inputs and outputs keep their dtypes"
+    OPAQUE = "opaque", "a custom autograd function, which keeps its dtypes"
+    NATIVE = "native", "a custom autograd function, whose backward keeps its dtypes"
+    INSERTED = "inserted", "the pass insert_casts"
+    ADDED = "added", "a pass of the compiler"
+
+
+def words_for(rule: str) -> str:
+    """The words of a rule by its value; a value of a newer release stands for itself."""
+    return next((known.words for known in Rule if known == rule), rule)

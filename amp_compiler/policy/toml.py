@@ -1,0 +1,89 @@
+"""Policies as TOML text: writing it, reading it, and what is wrong with a file that somebody edited."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..common.errors import PolicyError
+
+FILE_VERSION = 1
+_KEYS = ("version", "level", "dtype", "autocast_device", "ops", "module", "conditional")
+
+
+def text(
+    head: Mapping[str, str | None], lists: Mapping[str, Sequence[str]],
+    tables: Mapping[str, Sequence[Mapping[str, Any]]],
+) -> str:  # fmt: skip
+    """The text of a policy file: single values, the op lists, and a ``[[table]]`` for each rule."""
+    lines = [
+        "# amp-compiler policy: edit, version and diff it; load it with Policy.from_file",
+        f"version = {FILE_VERSION}",
+    ]
+    lines += [f"{key} = {_value(value)}" for key, value in head.items() if value is not None]
+    lines += ["", "[ops]", *(f"{key} = {_value(names)}" for key, names in lists.items())]
+    for name, rules in tables.items():
+        for rule in rules:
+            lines += ["", f"[[{name}]]", *(f"{key} = {_value(value)}" for key, value in rule.items())]
+    return "\n".join(lines) + "\n"
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The parsed text of a file."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PolicyError(f"The policy file {path} cannot be read: {error.strerror or error}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise PolicyError(
+            f"The policy file {path} is not TOML: {error}. Compare it with Policy.to_file's."
+        ) from None
+
+
+def check_document(data: Mapping[str, Any]) -> None:
+    """Refuse unknown keys and files of another version."""
+    check_keys("the file", data, _KEYS)
+    version = data.get("version", FILE_VERSION)
+    if version != FILE_VERSION:
+        raise PolicyError(f"version is {version!r}; this release reads {FILE_VERSION}. Update amp-compiler.")
+
+
+def check_keys(where: str, data: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    """Refuse a key that is not known, with the nearest one that is."""
+    for key in data:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f" Did you mean '{near[0]}'?" if near else f" Known: {', '.join(known)}."
+            raise PolicyError(f"Unknown key '{key}' in {where}.{hint}")
+
+
+def tables(data: Mapping[str, Any], key: str, fields: tuple[str, ...]) -> list[Mapping[str, Any]]:
+    """The ``[[key]]`` tables of a document, each with exactly these fields."""
+    found = data.get(key, [])
+    if not isinstance(found, list) or not all(isinstance(t, dict) for t in found):
+        raise PolicyError(f"'{key}' must be written as [[{key}]] tables.")
+    for table in found:
+        check_keys(f"[[{key}]]", table, fields)
+        missing = [f for f in fields if f not in table]
+        if missing:
+            raise PolicyError(f"A [[{key}]] table lacks '{missing[0]}'.")
+    return found
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_value(v) for v in value) + "]"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    raise PolicyError(
+        f"{value!r} cannot be written to a policy file: use texts, numbers, booleans or lists of them."
+    )

@@ -1,0 +1,80 @@
+"""Rules for ops that stay as they were traced: nothing to choose, or dtypes that are never changed."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils import _pytree as pytree
+
+from amp_compiler import ir
+from amp_compiler.ir import Decision, decisions
+from amp_compiler.policy import Rule, dtype_name
+from amp_compiler.policy.ops.row import OpClass
+
+from .state import At
+
+#: ops that make a tensor of one value, in the dtype of their input
+LIKE_FILLS = ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty")
+_NEVER = (torch.float64, torch.complex64, torch.complex128)
+
+
+def level_changes_nothing(at: At) -> Decision | None:
+    """Level O0 leaves everything as it is."""
+    if at.policy.rewrites:
+        return None
+    return decisions.as_it_comes(at.node, f"level {at.policy.level}: untouched", Rule.LEVEL)
+
+
+def no_float(at: At) -> Decision | None:
+    """Nothing floating-point goes in."""
+    return None if at.floats else decisions.as_it_comes(at.node, "no floating-point input", Rule.NO_FLOAT)
+
+
+def in_native_body(at: At) -> Decision | None:
+    """The backward of a custom autograd function keeps its dtypes."""
+    if not at.state.native:
+        return None
+    reason = "backward of a custom autograd function: keeps its dtypes"
+    return decisions.as_it_comes(at.node, reason, Rule.NATIVE)
+
+
+def never_changed(at: At) -> Decision | None:
+    """fp64 or complex among its inputs, a sparse one, or a complex result: the dtypes that it was traced with."""
+    for _, arg in ir.tensor_args(at.node):
+        value = ir.tensor_of(arg)
+        if value is not None and (value.dtype in _NEVER or value.layout is not torch.strided):
+            what = "sparse" if value.layout is not torch.strided else dtype_name(value.dtype)
+            reason = f"has a {what} input: such tensors are never changed"
+            return decisions.as_traced(at.node, reason, Rule.UNTOUCHED, causes=(arg.name,))
+    results = pytree.tree_leaves(at.node.meta.get("val")) if at.cls not in (OpClass.FP32, OpClass.KEEP) else ()
+    if any(isinstance(t, torch.Tensor) and t.dtype.is_complex for t in results):
+        # fp16 and a complex number make complex32, and bf16 complex64 or, since torch 2.15, bcomplex32
+        reason = "gives a complex result, which has no low-precision form"
+        return decisions.as_traced(at.node, reason, Rule.UNTOUCHED)
+    return None
+
+
+def kept_by_class(at: At) -> Decision | None:
+    """An op of class KEEP sees the dtypes that it was traced with; ``zeros_like`` and the like take their input's."""
+    if at.cls is not OpClass.KEEP:
+        return None
+    if at.name not in LIKE_FILLS:
+        return decisions.as_traced(at.node, at.choice.reason, at.choice.rule, at.choice)
+    if at.state.fits_into(at.node, at.policy.low) and not at.names_dtype:
+        return decisions.as_it_comes(at.node, "makes a tensor like another, in its dtype", Rule.CREATION, at.choice)
+    return decisions.as_traced(at.node, at.choice.reason, Rule.CREATION, at.choice)
+
+
+def sparse_gradient(at: At) -> Decision | None:
+    """A cast cannot pass on a sparse gradient; in a conversion there is none."""
+    if ir.all_args(at.node).get("sparse") is not True or at.state.ctx.weights is not None:
+        return None
+    reason = "its gradient is sparse, and a cast cannot pass on a sparse gradient"
+    return decisions.as_traced(at.node, reason, Rule.UNTOUCHED, at.choice)
+
+
+def already_low(at: At) -> Decision | None:
+    """Everything in it is low already, by the model's own code."""
+    if not all(v.dtype in ir.LOW_DTYPES for _, a in at.operands if (v := ir.tensor_of(a)) is not None):
+        return None
+    reason = "in low precision already, by the model's own code"
+    return decisions.as_traced(at.node, reason, Rule.ALREADY_LOW, at.choice)
