@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import build
+from . import registry
 from .gpu import DTYPES, uses_triton
 
 LOW = (torch.float16, torch.bfloat16)
@@ -79,7 +79,7 @@ def non_finite(tensors: Sequence[Tensor]) -> Tensor:
     """The same answer as torch's optimizers take it: fp32 without dimensions, 1.0 if a number is not finite."""
     groups: dict[torch.device, dict[torch.dtype, list[Tensor]]] = {}
     device = _device(tensors)
-    if build.loaded():
+    if registry.loaded():
         finite, tensors = torch.ops.amp_cpu.all_finite(tensors)  # what is left has another dtype, layout or device
         if not finite:
             return torch.ones((), dtype=torch.float32, device=device)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import build
+from . import registry
 from . import cast_matmul as _defines_cast_matmul  # noqa: F401
 
 LOW = (torch.float16, torch.bfloat16)
@@ -79,7 +79,7 @@ def _forward(
             gates.add_(bias.float())
     gates = gates.view(length, batch, 4 * hidden)
     out, cells = x.new_empty(length, batch, hidden), gates.new_empty(length, batch, hidden)
-    steps = _steps_in_cpp if build.loaded() else _steps
+    steps = _steps_in_cpp if registry.loaded() else _steps
     steps(gates, h.float().contiguous(), c.float().contiguous(), w_hh.float(), out, cells, reverse)
     last = 0 if reverse else -1
     return out, out[last].clone(), cells[last].to(x.dtype, copy=True), gates.to(x.dtype), cells
@@ -134,7 +134,7 @@ def _backward(
         for grad in (grad_h, grad_c)
     )
     sums = x.new_empty(length, batch, 4 * hidden)
-    steps = _steps_back_in_cpp if build.loaded() else _steps_back
+    steps = _steps_back_in_cpp if registry.loaded() else _steps_back
     steps(grad_out, state, cell, gates, cells, c.float(), w_hh.float(), sums, reverse)
     flat = sums.view(length * batch, 4 * hidden)
     turned = flat.t()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import build
+from . import registry
 
 
 @torch.no_grad()
@@ -19,7 +19,7 @@ def total_norm(tensors: Sequence[Tensor], device: torch.device, *, as_torch: boo
     tensor(5.)
     """
     norms: list[Tensor] = []
-    if not as_torch and build.loaded() and device.type == "cpu":
+    if not as_torch and registry.loaded() and device.type == "cpu":
         norm, tensors = torch.ops.amp_cpu.norm(tensors)  # what is left has another dtype, layout or device
         norms.append(torch.tensor(norm, dtype=torch.float32, device=device))
         if not tensors:

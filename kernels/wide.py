@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import build
+from . import registry
 
 aten = torch.ops.aten
 
@@ -61,4 +61,4 @@ def _runner(op: Any) -> Callable[..., Any]:
 
 _IN_PYTHON: list[tuple[str, Callable[..., Any]]] = []
 _WIDE = {op: _define(op) for op in OPS}
-build.in_python(_IN_PYTHON)
+registry.in_python(_IN_PYTHON)

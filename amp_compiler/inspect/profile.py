@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from ..kernels import build
+from ..kernels import registry
 from .recorded_flops import event_flops
 
 # Not exported by name in torch's stubs: the record of one op and of one tensor argument of it.
@@ -86,7 +86,7 @@ def count_casts(fn: Callable[[], object]) -> CastCount:
 
 def _conversions() -> tuple[int, int]:
     """(number, bytes) of whole tensors that the compiled kernels have converted so far; the profiler sees none."""
-    made: tuple[int, int] = torch.ops.amp_cpu.conversions() if build.loaded() else (0, 0)
+    made: tuple[int, int] = torch.ops.amp_cpu.conversions() if registry.loaded() else (0, 0)
     return made
 
 

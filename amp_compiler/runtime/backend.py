@@ -35,6 +35,7 @@ from ..rewrite.base import Context
 from ..rewrite.pipeline import Record, record
 from ..rewrite.verify import deep_by_default, verify
 from .outside import Uncaptured, suspended
+from .prepare import prepare_kernels
 from .work import Work, measure, named, unchanged
 
 BACKENDS = ("auto", "eager", "inductor")
@@ -382,6 +383,7 @@ class Backend:
 
         def joint(differentiated: fx.GraphModule, kind: str) -> None:
             chosen = steps.joint if kind == "joint" else steps.inference
+            prepare_kernels(differentiated, self.options.policy, self.options.disable_passes)
             chosen.run(differentiated, ctx, self.state.history, graph=kind)
             piece.casts, piece.kernels = cast_totals(differentiated), kernel_counts(differentiated)
 

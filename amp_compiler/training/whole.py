@@ -21,6 +21,7 @@ from ..inspect.report import cast_totals, graph_rows, kernel_counts
 from ..passes import order
 from ..rewrite.base import Context
 from ..runtime.backend import Backend, Options, Piece, State, resolve_backend
+from ..runtime.prepare import prepare_kernels
 from .owner import Owner
 from .probe import Probe
 from .results import check_loss
@@ -70,6 +71,7 @@ class WholeStep(Backend):
             off += ["accumulate_in_place", "unscale_in_place"]
         steps = order.build(off, backend, accumulating=self.window.size > 1)
         ctx = Context(self.options.policy, self.options.keep_output_dtypes, backend=backend)
+        prepare_kernels(joint, self.options.policy, off)
         steps.step.run(joint, ctx, self.state.history, graph="joint")
         if self.window.scale is None:
             _own_gradients(joint)
