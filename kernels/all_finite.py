@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_compiler.common.torch_names import foreach_norm, foreach_unscale_
+
 from . import registry
 from .gpu import DTYPES, uses_triton
 
@@ -101,7 +103,7 @@ def _non_finite_cpu(by_dtype: dict[torch.dtype, list[Tensor]]) -> Tensor:
     for dtype, group in by_dtype.items():
         if dtype.itemsize == 1:
             group = [values.float() for values in group]  # float8 has neither norms nor extremes
-        if dtype is not torch.float16 and _finite(torch._foreach_norm(group, 2)):
+        if dtype is not torch.float16 and _finite(foreach_norm(group, 2)):
             continue
         if not all(_finite(values.aminmax()) for values in group):
             return torch.ones((), dtype=torch.float32, device="cpu")
@@ -124,8 +126,8 @@ def _non_finite_device(device: torch.device, by_dtype: dict[torch.dtype, list[Te
         if dtype.itemsize == 1:
             group = [values.float() for values in group]
         # made for gradients, but it sets the flag for any list of fresh tensors of one dtype, in one launch
-        norms = list(torch._foreach_norm(group, float("inf")))
-        torch._amp_foreach_non_finite_check_and_unscale_(norms, flag, torch.ones_like(flag))
+        norms = list(foreach_norm(group, float("inf")))
+        foreach_unscale_(norms, flag, torch.ones_like(flag))
     return flag
 
 

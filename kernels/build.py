@@ -1,9 +1,9 @@
 """The CPU's kernels in C++ (``cpp/``), compiled on the machine that runs them, once.
 
 ``prepare`` is called by a back end that is about to run a graph with low-precision ops on a CPU
-(``runtime/prepare.py``), and by ``amp-compiler doctor``. torch's headers and the system's compiler make a library of some
-hundred kilobytes in 15 to 50 seconds, with a line on stderr before and after (``AMP_LOGS=quiet`` leaves them out). Of
-several threads and processes that need it at the same time one compiles, and the others wait. It is kept in
+(``runtime/prepare.py``), and by ``amp-compiler doctor``. torch's headers and the system's compiler make a library of
+some hundred kilobytes in 15 to 50 seconds, with a line on stderr before and after (``AMP_LOGS=quiet`` leaves them out).
+Of several threads and processes that need it at the same time one compiles, and the others wait. It is kept in
 ``~/.cache/amp_compiler`` (or ``$XDG_CACHE_HOME``, or ``$AMP_CACHE_DIR``) under a name that holds the sources, torch's
 version and the CPU's features, so a change of any of them builds another one. Without a compiler, and with
 ``AMP_CPU_KERNELS=python``, the same ops run in Python: the same numbers within fp32's rounding, 20 to 50 % slower.

@@ -134,7 +134,8 @@ def _cuda(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dty
 
 
 def _fake(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:
-    torch._check(a.dim() == b.dim() and a.dim() in (2, 3), lambda: f"cast_matmul: {a.shape} times {b.shape}")
+    if a.dim() != b.dim() or a.dim() not in (2, 3):
+        raise RuntimeError(f"cast_matmul: {a.shape} times {b.shape}")
     return a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=out_dtype)
 
 

@@ -5,8 +5,8 @@ low-precision unit (low operands, fp32 accumulation, low result); the speed is t
 runs torch's native low-precision kernels 3 to 50 times slower than fp32, one with them is faster natively.
 
 What the CPU says it has decides first; where it has the units, a measurement of a few milliseconds, once a process,
-decides. ``AMP_CPU_KERNELS=native`` or ``wide`` overrides both. Wide kernels are compiled before the first graph that has
-use for them is rewritten (``build.prepare``); ``AMP_CPU_KERNELS=python`` is wide without that. Nothing here compiles.
+decides. ``AMP_CPU_KERNELS=native`` or ``wide`` overrides both. Wide kernels are compiled before the first graph that
+needs them is rewritten (``build.prepare``); ``AMP_CPU_KERNELS=python`` is wide without that. Nothing here compiles.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def runs_wide(dtype: torch.dtype) -> bool:
 
 
 def wants_compiled(dtype: torch.dtype) -> bool:
-    """True if they are, and by the compiled kernels: who is about to run such products calls ``build.prepare`` first."""
+    """True if they are, and by the compiled kernels: call ``build.prepare`` before you run such products."""
     return setting() != "python" and runs_wide(dtype)
 
 

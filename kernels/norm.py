@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from amp_compiler.common.torch_names import foreach_norm
+
 from . import registry
 
 
@@ -25,6 +27,6 @@ def total_norm(tensors: Sequence[Tensor], device: torch.device, *, as_torch: boo
         if not tensors:
             return norms[0]
     dense = [x if x.layout is torch.strided else x.coalesce().values() for x in tensors]
-    norms += [n.to(device, torch.float32) for n in torch._foreach_norm(dense)]
+    norms += [n.to(device, torch.float32) for n in foreach_norm(dense)]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total

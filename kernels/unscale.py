@@ -23,6 +23,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from amp_compiler.common.torch_names import foreach_unscale_
+
 from . import registry
 from .all_finite import LOW, numbers
 from .gpu import DTYPES, uses_triton
@@ -88,7 +90,7 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found: Tensor) -> None:
             if known:
                 launch(known, factor, flag)
         for group in by_dtype.values():
-            torch._amp_foreach_non_finite_check_and_unscale_(group, flag, factor)
+            foreach_unscale_(group, flag, factor)
         if flag is not found:
             found.copy_(torch.maximum(found, flag.to(found.device, non_blocking=True)))
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from .. import __version__, ir
 from ..capture.export import Exported, capture_export
 from ..capture.program import Frame, copy_graph, flat_inputs, foreign_ops, plain_spec, rebuild, weights_of
 from ..common.errors import AmpWarning, ArgumentError, CaptureError
+from ..common.torch_names import pytree
 from ..inspect.report import build_report, cast_totals, graph_rows
 from ..ir.nesting import compiled_policy
 from ..ir.weights import Weight, Weights, drop_unread

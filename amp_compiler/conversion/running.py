@@ -10,6 +10,7 @@ from torch.export import ExportedProgram
 
 from .. import ir
 from ..capture.program import Frame, functional, rebuild, weights_of
+from ..common.torch_names import no_autocast
 from ..ir.weights import Weight
 from ..kernels import registry
 from ..kernels.cpu import runs_wide
@@ -54,7 +55,7 @@ class Running:
         return rebuild(Frame.of(lowered), gm.graph, make, weights)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with torch.no_grad(), torch._C._DisableAutocast():
+        with torch.no_grad(), no_autocast():
             return self._module(*args, **kwargs)
 
 

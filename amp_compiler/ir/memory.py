@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from .. import ir
+from ..common.torch_names import pytree
 
 
 class Memory:

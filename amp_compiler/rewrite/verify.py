@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from .. import ir
 from ..common.errors import VerifyError
+from ..common.torch_names import pytree
 from ..ir import Mode
 from ..ir.nesting import policy_at
 from ..ir.weights import moves

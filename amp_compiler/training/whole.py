@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from .. import ir
 from ..capture.autodiff import compile_joint, copy_graph, decompositions_for, joint_graph
 from ..capture.dynamo import assigned_attributes, input_sources
 from ..common.errors import CaptureError
+from ..common.torch_names import foreach_copy_, no_autocast, pytree
 from ..inspect.report import cast_totals, graph_rows, kernel_counts
 from ..passes import order
 from ..rewrite.base import Context
@@ -155,7 +155,7 @@ class StepGraph:
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         window = self.window
-        with torch.no_grad(), torch._C._DisableAutocast():
+        with torch.no_grad(), no_autocast():
             if window.done == 0:
                 window.release(self.owner.parameters())
             window.begin_sums([args[index] for index in self.sums])
@@ -205,7 +205,7 @@ class StepGraph:
                 self.window.found = result
         self.window.add(parameters, gradients)
         if written:
-            torch._foreach_copy_(written, values)
+            foreach_copy_(written, values)
         return outputs
 
 
