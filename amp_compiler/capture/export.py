@@ -25,9 +25,11 @@ from torch.export.graph_signature import OutputKind
 from .. import ir
 from ..common.errors import CaptureError
 from ..policy.scopes import inside_call, paths_of
+from .dtype_reads import DtypeReads
 from .dynamo import capture_settings
-from .lower import annotate_origin, holds_large_values
-from .twin import DtypeReads, low_trace, promoting, sharing_copy
+from .origin import annotate_origin, holds_large_values
+from .promotion import promoting
+from .twin import low_trace, sharing_copy
 
 
 @dataclass(frozen=True)

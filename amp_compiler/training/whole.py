@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from .. import ir
 from ..capture.autodiff import compile_joint, copy_graph, decompositions_for, joint_graph
-from ..capture.dynamo import assigned_attributes, input_sources
+from ..capture.effects import assigned_attributes, input_sources
 from ..common.errors import CaptureError
 from ..common.torch_names import foreach_copy_, no_autocast, pytree
 from ..inspect.report import cast_totals, graph_rows, kernel_counts
