@@ -9,13 +9,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import fx, nn
@@ -34,7 +32,6 @@ from .policy import Policy
 from .policy.scopes import marked_modules, modules_of
 from .rewrite.base import Context
 from .rewrite.pipeline import Record, record
-from .rewrite.verify import DEEP
 from .runtime.prepare import prepare_kernels
 
 GRAPHS = ("forward", "inference", "joint")
@@ -189,16 +186,15 @@ def _of_export(
     if captured.twin_failed:
         notes.append(f"the code could not be traced in the low dtype: {captured.twin_failed}")
     gm = captured.graph
-    ctx = Context(policy, True, marked, captured.twin)
+    ctx = Context(policy, True, marked, captured.twin, deep=True)  # what is shown is what would run
     stages = [record("capture", seconds, True, gm, "forward", [])]
-    with _deep():
-        progress("forward passes")
-        order.build(disable).forward.run(gm, ctx, stages, graph="forward")
-        totals = cast_totals(gm)
-        rows = graph_rows(gm, 0)
-        if graph != "forward":
-            progress("differentiating" if graph == "joint" else "lowering to functional ATen")
-            totals = _differentiate(gm, graph, disable, ctx, stages, progress)
+    progress("forward passes")
+    order.build(disable).forward.run(gm, ctx, stages, graph="forward")
+    totals = cast_totals(gm)
+    rows = graph_rows(gm, 0)
+    if graph != "forward":
+        progress("differentiating" if graph == "joint" else "lowering to functional ATen")
+        totals = _differentiate(gm, graph, disable, ctx, stages, progress)
     report = build_report(
         rows, [totals], level=policy.level, dtype=policy.low, notes=[*notes, *ctx.notes], stages=stages
     )
@@ -229,13 +225,6 @@ def _differentiate(
     with torch.enable_grad() if graph == "joint" else torch.no_grad():
         compile_graph(gm, inputs, "eager", passes)
     return found[-1]
-
-
-@contextlib.contextmanager
-def _deep() -> Iterator[None]:
-    """Every graph is checked by running each op again on fakes: what is shown is what would run."""
-    with mock.patch.dict(os.environ, {DEEP: "deep"}):
-        yield
 
 
 # ---------------------------------------------------------------------------------------------- dynamo

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from amp_compiler.common.torch_names import unregister
+
 _KERNELS: dict[str, Callable[..., Any]] = {}  # in Python, by the name of the op
 _REGISTERED: dict[str, torch.library.Library] = {}
 _LOADED: list[Path] = []  # the library, once it is in this process
@@ -34,7 +36,7 @@ def loaded() -> bool:
 def take_over(library: Path) -> None:
     """Load a compiled library in place of the kernels in Python; if that fails, they stay. Its ops must be defined."""
     while _REGISTERED:
-        _REGISTERED.popitem()[1]._destroy()
+        unregister(_REGISTERED.popitem()[1])
     try:
         torch.ops.load_library(library)
     except BaseException:

@@ -89,6 +89,27 @@ def is_capture_failure(error: Exception) -> bool:
     return isinstance(error, (exc.TorchDynamoException, exc.ResumePrologueTracingError))
 
 
+def is_dynamo_error(error: BaseException) -> bool:
+    """True if Dynamo raised the error itself, or to start over with other settings: it has to see it."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return isinstance(error, TorchDynamoException)
+
+
+def is_unsupported(error: BaseException) -> bool:
+    """True if Dynamo met code that cannot be in a graph."""
+    from torch._dynamo.exc import Unsupported
+
+    return isinstance(error, Unsupported)
+
+
+def is_over_limit(error: BaseException) -> bool:
+    """True if Dynamo has compiled code so often that it refuses to do it again."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    return isinstance(error, FailOnRecompileLimitHit)
+
+
 def _caller(model: nn.Module) -> Callable[..., Any]:
     """A function that calls the model: compiling the module itself would leave an attribute on the user's object.
 

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import nn
 
 # Autocast off for every device, at a tenth of the cost of leaving torch.autocast device by device.
 from torch._C import _DisableAutocast as no_autocast
@@ -19,14 +20,18 @@ from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
 # The classes of a node's target; torch.ops holds their instances and has no public name for them.
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
+# The class of all convolutions; nn exports its subclasses only.
+from torch.nn.modules.conv import _ConvNd as ConvNd
+
 # Trees of arguments and results, as torch.export, Dynamo and FX take them: torch has no public module for them.
 from torch.utils import _pytree as pytree
 
 __all__ = [
-    "HigherOrderOperator", "OpOverload", "OpOverloadPacket", "amp_update_scale_", "below_autograd", "dispatch_mode",
-    "foreach_add_", "foreach_copy_", "foreach_mul_", "foreach_norm", "foreach_unscale_", "foreach_zero_",
-    "is_any_autocast_enabled", "is_composite", "no_autocast", "pop_function_mode", "profiler_config",
-    "push_function_mode", "pytree", "schema_named", "schema_of", "schemas_of", "without_dispatch_modes",
+    "ConvNd", "HigherOrderOperator", "OpOverload", "OpOverloadPacket", "amp_update_scale_", "below_autograd",
+    "dispatch_mode", "foreach_add_", "foreach_copy_", "foreach_mul_", "foreach_norm", "foreach_unscale_",
+    "foreach_zero_", "is_any_autocast_enabled", "is_composite", "loads_by_itself", "no_autocast", "pop_function_mode",
+    "profiler_config", "push_function_mode", "pytree", "schema_named", "schema_of", "schemas_of", "unregister",
+    "without_dispatch_modes",
 ]  # fmt: skip
 
 # One kernel for a list of tensors. torch's optimizers are made of them, and no public function gives them out.
@@ -68,10 +73,25 @@ def profiler_config() -> Any:
     return torch._C._profiler._ExperimentalConfig(capture_overload_names=True)
 
 
+def unregister(library: torch.library.Library) -> None:
+    """Take back the kernels that a library has registered; otherwise that happens when it is garbage."""
+    library._destroy()
+
+
 def below_autograd() -> AbstractContextManager[Any]:
     """Ops dispatched inside skip autograd: how a hand-written autograd kernel calls the op that it belongs to."""
     guard: AbstractContextManager[Any] = torch._C._AutoDispatchBelowAutograd()
     return guard
+
+
+def loads_by_itself(module: nn.Module) -> bool:
+    """True if a module loads its state by code of its own, beside what ``nn.Module.load_state_dict`` does for all."""
+    cls = type(module)
+    return (
+        cls._load_from_state_dict is not nn.Module._load_from_state_dict
+        or cls.set_extra_state is not nn.Module.set_extra_state
+        or bool(module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks)
+    )
 
 
 def dispatch_mode() -> Any:

@@ -40,7 +40,7 @@ def verify(
         _well_formed(inner, where)
         for fact in facts:
             CHECKS[fact](inner, ctx, where)
-    wanted = deep_by_default() if deep is None else deep
+    wanted = (ctx.deep or deep_by_default()) if deep is None else deep
     if not wanted or not {"cast", "folded", "batched", "fused", "lowered", "viewed"} & set(facts):
         return False
     _repropagate(gm, after)
