@@ -621,7 +621,7 @@ def lstm_like_autocast() -> None:
     assert {r.precision for r in fast.report().rows if r.op in ("linear", "matmul", "mm")} == {"bfloat16"}
 
 
-@trap("fused encoder layer", becomes(dynamo, "_is_for_us", lambda compiler: False))
+@trap("fused encoder layer", becomes(dynamo, "is_handle", lambda compiler: False))
 def fastpath() -> None:
     model = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True).eval()
     fast = compiled(model)
