@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -70,10 +69,10 @@ def convert_model(
     disabled = request.disable_passes if cast_params else (*request.disable_passes, "freeze_parameters")
     steps = order.build(disabled)
     start = time.perf_counter()
-    with _as_eval(model):
-        untouched = chosen.level == "O0" and not any(map(compiled_policy, model.modules()))
-        low = None if untouched or "mark_dtype_origin" in disabled else chosen.low
-        captured = capture_export(model, args, kwargs, dynamic_shapes, low=low, inference=True)
+    _warn_of_train_mode(model)
+    untouched = chosen.level == "O0" and not any(map(compiled_policy, model.modules()))
+    low = None if untouched or "mark_dtype_origin" in disabled else chosen.low
+    captured = capture_export(model, args, kwargs, dynamic_shapes, low=low, inference=True)
     gm, weights = captured.graph, weights_of(captured.program)
     weights.store_low = "freeze_parameters" not in disabled
     ctx = Context(chosen, keep_io_dtypes, marked_modules(modules_of(model)), captured.twin, weights=weights)
@@ -210,20 +209,10 @@ def _check_inputs(model: Any, args: Any, kwargs: Any) -> tuple[nn.Module, tuple[
     return model, args, dict(kwargs or {})
 
 
-@contextlib.contextmanager
-def _as_eval(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode, and afterwards each of its modules in the mode that it had."""
-    training = [module for module in model.modules() if module.training]
-    if training:
+def _warn_of_train_mode(model: nn.Module) -> None:
+    if any(module.training for module in model.modules()):
         warnings.warn(
             f"{type(model).__name__} is in train mode and is converted as in eval mode: dropout does nothing and batch "
             "norm uses its running statistics. Call model.eval() first to say that you mean it.",
             AmpWarning, stacklevel=users_frame(),
         )  # fmt: skip
-    try:
-        for module in training:
-            module.training = False
-        yield
-    finally:
-        for module in training:
-            module.training = True
