@@ -312,7 +312,7 @@ for _name in ("to", "cpu", "cuda", "float", "half", "bfloat16", "double", "type"
 
 
 class AmpFunction(AmpModule):
-    """A compiled function; reports do not take it for a module of the model (``capture/lower.py`` knows its name)."""
+    """A compiled function; reports do not take it for a module of the model (``capture/origin.py`` knows its name)."""
 
 
 _NO_TORCHSCRIPT = (

@@ -9,13 +9,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import fx, nn
@@ -34,7 +32,7 @@ from .policy import Policy
 from .policy.scopes import marked_modules, modules_of
 from .rewrite.base import Context
 from .rewrite.pipeline import Record, record
-from .rewrite.verify import DEEP
+from .runtime.prepare import prepare_kernels
 
 GRAPHS = ("forward", "inference", "joint")
 CAPTURES = ("auto", "export", "dynamo")
@@ -157,7 +155,7 @@ def inspect_converted(
     totals = cast_totals(gm)
     if graph == "inference":
         ctx = Context(converted.policy, True)
-        totals = _differentiate(gm, graph, order.build(converted.details.disable_passes), ctx, stages, progress)
+        totals = _differentiate(gm, graph, converted.details.disable_passes, ctx, stages, progress)
     report = dataclasses.replace(
         stored, casts=totals[0], cast_bytes=totals[1], casts_by_module=casts_by_module(stages), stages=tuple(stages)
     )
@@ -189,17 +187,15 @@ def _of_export(
     if captured.twin_failed:
         notes.append(f"the code could not be traced in the low dtype: {captured.twin_failed}")
     gm = captured.graph
-    ctx = Context(policy, True, marked, captured.twin)
-    steps = order.build(disable)
+    ctx = Context(policy, True, marked, captured.twin, deep=True)  # what is shown is what would run
     stages = [record("capture", seconds, True, gm, "forward", [])]
-    with _deep():
-        progress("forward passes")
-        steps.forward.run(gm, ctx, stages, graph="forward")
-        totals = cast_totals(gm)
-        rows = graph_rows(gm, 0)
-        if graph != "forward":
-            progress("differentiating" if graph == "joint" else "lowering to functional ATen")
-            totals = _differentiate(gm, graph, steps, ctx, stages, progress)
+    progress("forward passes")
+    order.build(disable).forward.run(gm, ctx, stages, graph="forward")
+    totals = cast_totals(gm)
+    rows = graph_rows(gm, 0)
+    if graph != "forward":
+        progress("differentiating" if graph == "joint" else "lowering to functional ATen")
+        totals = _differentiate(gm, graph, disable, ctx, stages, progress)
     report = build_report(
         rows, [totals], level=policy.level, dtype=policy.low, notes=[*notes, *ctx.notes], stages=stages
     )
@@ -207,11 +203,12 @@ def _of_export(
 
 
 def _differentiate(
-    gm: fx.GraphModule, graph: str, steps: order.Pipelines, ctx: Context, stages: list[Record], progress: Progress
+    gm: fx.GraphModule, graph: str, disable: Sequence[str], ctx: Context, stages: list[Record], progress: Progress
 ) -> tuple[int, int]:
     inputs = [n.meta.get("val") for n in gm.graph.nodes if n.op == "placeholder"]
     if graph == "joint" and not any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
         raise ArgumentError("A joint graph needs a parameter that requires a gradient: this model has none.")
+    steps = order.build(disable)
     found: list[tuple[int, int]] = []
     start = time.perf_counter()
 
@@ -222,19 +219,13 @@ def _differentiate(
             record(AUTODIFF, time.perf_counter() - start, True, functional, graph, stages)
         )
         progress(f"passes on the {graph} graph")
+        prepare_kernels(functional, ctx.policy, disable)
         (steps.joint if graph == "joint" else steps.inference).run(functional, ctx, stages, graph=graph)
         found.append(cast_totals(functional))
 
     with torch.enable_grad() if graph == "joint" else torch.no_grad():
         compile_graph(gm, inputs, "eager", passes)
     return found[-1]
-
-
-@contextlib.contextmanager
-def _deep() -> Iterator[None]:
-    """Every graph is checked by running each op again on fakes: what is shown is what would run."""
-    with mock.patch.dict(os.environ, {DEEP: "deep"}):
-        yield
 
 
 # ---------------------------------------------------------------------------------------------- dynamo

@@ -26,7 +26,8 @@ from harness import Row, Run, arguments, bars, console
 from subjects import bert_base_shapes
 
 if TYPE_CHECKING:
-    from amp_compiler.kernels.check import Case, Result
+    from amp_compiler.kernels.check_cases import Case
+    from amp_compiler.kernels.check_compile import Result
 
 TARGETS = ("sm_80", "sm_90", "gfx942")
 LOW, FP32 = 2, 4  # bytes
@@ -45,7 +46,8 @@ LAYERS = {
 
 
 def compiled(args: argparse.Namespace, run: Run) -> int:
-    from amp_compiler.kernels.check import cases, compile_case
+    from amp_compiler.kernels.check_cases import cases
+    from amp_compiler.kernels.check_compile import compile_case
 
     failures = 0
     for target in args.target:
@@ -69,8 +71,8 @@ def compiled(args: argparse.Namespace, run: Run) -> int:
 
 def cast_before(target: str) -> Iterator[Case]:
     """The peer of the first case: the same tile, operands that are low already."""
-    from amp_compiler.kernels.cast_matmul_triton import TARGETS as KINDS
-    from amp_compiler.kernels.check import PRODUCTS, matmul_case
+    from amp_compiler.kernels.cast_matmul_configs import TARGETS as KINDS
+    from amp_compiler.kernels.check_cases import PRODUCTS, matmul_case
 
     for product in PRODUCTS:
         if product.a == product.b == product.low == product.out:
@@ -134,7 +136,7 @@ def product(target: str, m: int, k: int, n: int, a: int, b: int, out: int, bias:
     >>> product("sm_80", 128, 128, 128, 2, 2, 2).least == 3 * 128 * 128 * 2
     True
     """
-    from amp_compiler.kernels.cast_matmul_triton import choose
+    from amp_compiler.kernels.cast_matmul_configs import choose
 
     config, pieces = choose(m, n, k, target)
     columns, rows = -(-n // config.block_n), -(-m // config.block_m)

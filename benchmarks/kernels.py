@@ -21,7 +21,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from amp_compiler.kernels import build
+from amp_compiler.kernels import build, registry
 from amp_compiler.kernels import cast_matmul as _defines  # noqa: F401
 from amp_compiler.kernels.all_finite import all_finite
 from amp_compiler.kernels.unscale import unscale_
@@ -108,7 +108,7 @@ def three(
 
 def in_python(name: str) -> Callable[..., object]:
     """The kernel of one of our ops that stands behind the compiled one."""
-    return build._KERNELS[name]
+    return registry.python_kernel(name)
 
 
 def build_seconds() -> float:
@@ -116,7 +116,7 @@ def build_seconds() -> float:
     with tempfile.TemporaryDirectory() as folder:
         os.environ[build.CACHE] = folder
         start = time.perf_counter()
-        built = build.load()
+        built = build.prepare()
         seconds = time.perf_counter() - start
     if not built.loaded:
         raise RuntimeError(built.reason)
@@ -164,7 +164,7 @@ def main() -> int:
         print(json.dumps({"seconds": build_seconds()}))
         return 0
     run = Run("kernels", "Kernels on this CPU", args)
-    built = build.load()
+    built = build.prepare()
     console.print(built.reason, highlight=False)
     if args.build and built.loaded:
         seconds: float = in_fresh_process(__file__, ["--only-build"])["seconds"]

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from amp_compiler.kernels import cpu
+from amp_compiler.kernels import build, cpu
 from harness import (
     DTYPES,
     Ratio,
@@ -235,6 +235,8 @@ def main() -> int:
     run = Run("steps", "Training steps and inference", args)
     for dtype in args.dtypes:  # now: ops of fp32 steps too depend on whether the compiled kernels are there
         wide = cpu.runs_wide(DTYPES[dtype])
+        if cpu.wants_compiled(DTYPES[dtype]):
+            build.prepare()
         console.print(f"{dtype} {'wide' if wide else 'native'}: {cpu.reason(DTYPES[dtype])}", highlight=False)
     torch._dynamo.config.recompile_limit = 64  # all variants compile the same code; past the limit it would run eagerly
     names = [REFERENCE, *(name for name in args.variants if name != REFERENCE)]

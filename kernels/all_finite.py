@@ -23,7 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import build
+from amp_compiler.common.torch_names import foreach_norm, foreach_unscale_
+
+from . import registry
 from .gpu import DTYPES, uses_triton
 
 LOW = (torch.float16, torch.bfloat16)
@@ -79,7 +81,7 @@ def non_finite(tensors: Sequence[Tensor]) -> Tensor:
     """The same answer as torch's optimizers take it: fp32 without dimensions, 1.0 if a number is not finite."""
     groups: dict[torch.device, dict[torch.dtype, list[Tensor]]] = {}
     device = _device(tensors)
-    if build.loaded():
+    if registry.loaded():
         finite, tensors = torch.ops.amp_cpu.all_finite(tensors)  # what is left has another dtype, layout or device
         if not finite:
             return torch.ones((), dtype=torch.float32, device=device)
@@ -101,7 +103,7 @@ def _non_finite_cpu(by_dtype: dict[torch.dtype, list[Tensor]]) -> Tensor:
     for dtype, group in by_dtype.items():
         if dtype.itemsize == 1:
             group = [values.float() for values in group]  # float8 has neither norms nor extremes
-        if dtype is not torch.float16 and _finite(torch._foreach_norm(group, 2)):
+        if dtype is not torch.float16 and _finite(foreach_norm(group, 2)):
             continue
         if not all(_finite(values.aminmax()) for values in group):
             return torch.ones((), dtype=torch.float32, device="cpu")
@@ -124,8 +126,8 @@ def _non_finite_device(device: torch.device, by_dtype: dict[torch.dtype, list[Te
         if dtype.itemsize == 1:
             group = [values.float() for values in group]
         # made for gradients, but it sets the flag for any list of fresh tensors of one dtype, in one launch
-        norms = list(torch._foreach_norm(group, float("inf")))
-        torch._amp_foreach_non_finite_check_and_unscale_(norms, flag, torch.ones_like(flag))
+        norms = list(foreach_norm(group, float("inf")))
+        foreach_unscale_(norms, flag, torch.ones_like(flag))
     return flag
 
 

@@ -1,8 +1,9 @@
-"""The CPU's kernels in C++ (``cpp/``), compiled on the machine that runs them, once, when a graph first needs them.
+"""The CPU's kernels in C++ (``cpp/``), compiled on the machine that runs them, once.
 
-torch's headers and the system's compiler make a library of some hundred kilobytes in 15 to 50 seconds, with a line on
-stderr before and after (``AMP_LOGS=quiet`` leaves them out). Of several threads and processes that need it at the same
-time one compiles, and the others wait. It is kept in
+``prepare`` is called by a back end that is about to run a graph with low-precision ops on a CPU
+(``runtime/prepare.py``), and by ``amp-compiler doctor``. torch's headers and the system's compiler make a library of
+some hundred kilobytes in 15 to 50 seconds, with a line on stderr before and after (``AMP_LOGS=quiet`` leaves them out).
+Of several threads and processes that need it at the same time one compiles, and the others wait. It is kept in
 ``~/.cache/amp_compiler`` (or ``$XDG_CACHE_HOME``, or ``$AMP_CACHE_DIR``) under a name that holds the sources, torch's
 version and the CPU's features, so a change of any of them builds another one. Without a compiler, and with
 ``AMP_CPU_KERNELS=python``, the same ops run in Python: the same numbers within fp32's rounding, 20 to 50 % slower.
@@ -25,23 +26,24 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import torch
 
 from amp_compiler.common.notice import tell
 
-from . import capability
+from . import capability, registry
+from . import cast_matmul as _defines_cast_matmul  # noqa: F401  (torch wants the library's ops defined before it)
+from . import wide as _defines_wide  # noqa: F401
 
 SOURCES = Path(__file__).with_name("cpp")
 CACHE = "AMP_CACHE_DIR"
 _FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-fopenmp")
 _MINUTES = 5  # for the compiler
 _SECONDS = 30  # that it takes, roughly, on one core
-_LOADING = threading.RLock()  # of several threads one loads, the others wait
+_PREPARING = threading.RLock()  # of several threads one loads, the others wait
 
 
 @dataclass(frozen=True)
@@ -52,37 +54,18 @@ class Built:
     reason: str
 
 
-_KERNELS: dict[str, Callable[..., Any]] = {}  # in Python, by the name of the op
-_REGISTERED: dict[str, torch.library.Library] = {}
+def prepare() -> Built:
+    """Load the compiled kernels into this process, after compiling them if this machine has none yet.
 
-
-def in_python(kernels: Iterable[tuple[str, Callable[..., Any]]]) -> None:
-    """Register kernels for the CPU that the compiled library, if there is one, takes the place of."""
-    for name, kernel in kernels:
-        _KERNELS[name] = kernel
-        if not loaded():
-            _register(name)
-
-
-def _register(name: str) -> None:
-    _REGISTERED[name] = torch.library.Library("amp", "IMPL", "CPU")
-    _REGISTERED[name].impl(name, _KERNELS[name])
-
-
-def loaded() -> bool:
-    """Whether the compiled kernels are in this process; builds nothing."""
-    return _load.cache_info().currsize > 0 and _load().loaded
-
-
-def load() -> Built:
-    """The compiled kernels, built if this machine has none yet. What fails becomes a reason and, if a compiler was
-    there, a warning; the kernels in Python stay."""
-    with _LOADING:
-        return _load()
+    A back end calls it before passes choose kernels for a graph; the second call costs nothing. What fails becomes a
+    reason and, if a compiler was there, a warning; the kernels in Python stay.
+    """
+    with _PREPARING:
+        return _prepare()
 
 
 @functools.cache
-def _load() -> Built:
+def _prepare() -> Built:
     if sys.platform != "linux":
         return Built(False, f"the kernels in Python: the compiled ones are for Linux, and this is {sys.platform}")
     compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
@@ -91,7 +74,7 @@ def _load() -> Built:
     path: Path | None = None
     try:
         path = _library(compiler)
-        _take_over(path)
+        registry.take_over(path)
     except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
         what, advice = _told(error, compiler, path)
         warnings.warn(
@@ -117,23 +100,6 @@ def _told(error: Exception, compiler: str, path: Path | None) -> tuple[str, str]
     if isinstance(error, OSError) and error.filename and Path(str(error.filename)).is_relative_to(_cache()):
         return f"could not be compiled: {first}", f"Set {CACHE} to a folder that can be written."
     return f"could not be compiled by {compiler}: {first}", install
-
-
-def _take_over(path: Path) -> None:
-    _define_all()
-    while _REGISTERED:
-        _REGISTERED.popitem()[1]._destroy()
-    try:
-        torch.ops.load_library(path)
-    except BaseException:
-        for name in _KERNELS:
-            _register(name)
-        raise
-
-
-def _define_all() -> None:
-    """The library has kernels for all these ops; torch wants them defined first."""
-    from . import cast_matmul, wide  # noqa: F401
 
 
 def _library(compiler: str) -> Path:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import build
+from . import registry
 from .gpu import DTYPES, uses_triton
 
 #: a buffer of more bytes than this is not kept for the next call
@@ -81,7 +81,7 @@ SCRATCH = Scratch()
 def scratch_bytes() -> int:
     """Memory that the kernels of this process keep for their next calls: at most ``KEPT`` bytes for each operand and
     thread, in C++ and in Python."""
-    compiled: int = torch.ops.amp_cpu.scratch_bytes() if build.loaded() else 0
+    compiled: int = torch.ops.amp_cpu.scratch_bytes() if registry.loaded() else 0
     return compiled + sum(buffer.nbytes for buffer in list(_BUFFERS))
 
 
@@ -134,7 +134,8 @@ def _cuda(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dty
 
 
 def _fake(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:
-    torch._check(a.dim() == b.dim() and a.dim() in (2, 3), lambda: f"cast_matmul: {a.shape} times {b.shape}")
+    if a.dim() != b.dim() or a.dim() not in (2, 3):
+        raise RuntimeError(f"cast_matmul: {a.shape} times {b.shape}")
     return a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=out_dtype)
 
 
@@ -166,6 +167,6 @@ class _CastMatmul(torch.autograd.Function):
         return grads[0], grads[1], grads[2], None, None
 
 
-build.in_python([("cast_matmul", _cpu)])
+registry.in_python([("cast_matmul", _cpu)])
 _LIBRARY.impl("cast_matmul", _cuda, "CUDA")
 torch.library.register_fake("amp::cast_matmul", _fake, lib=_LIBRARY)

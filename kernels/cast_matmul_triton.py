@@ -1,7 +1,7 @@
 """``amp::cast_matmul`` on GPUs, in Triton: operands rounded to fp16 or bf16 as they are loaded, fp32 accumulation.
 
-Imported only when a CUDA (or ROCm) tensor needs it. ``cast_matmul`` is the launcher, ``CONFIGS`` the tuning
-configurations of each target, ``choose`` picks one. ``python -m amp_compiler.kernels.check`` compiles all of them.
+Imported only when a CUDA (or ROCm) tensor needs it. ``cast_matmul`` is the launcher; ``cast_matmul_configs.py`` has the
+tuning configurations of each target and picks one. ``python -m amp_compiler.kernels.check`` compiles all of them.
 
 How the work is laid out:
 
@@ -21,7 +21,6 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,157 +28,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .cast_matmul_configs import STEP, TARGETS, Config, ceil_div, choose, target_of
+
 LOW = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 OPERANDS = (torch.float32, torch.float16, torch.bfloat16)
 AUTOTUNE = "AMP_CUDA_AUTOTUNE"  # set to 1: time all configurations of the target once a shape, on the GPU itself
-STEP = 128  # every BLOCK_K divides it; the pieces of a split K are multiples of it
-SHORTEST = 512  # a piece of K shorter than this costs more in the workspace than the idle GPU does
-MOST_PIECES = 16  # the second kernel reads as many fp32 values for each output
-
-
-@dataclass(frozen=True)
-class Config:
-    """One tuning configuration, and why it is there."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    warps: int
-    stages: int
-    reason: str
-    unit: str = ""  # the tensor-core instruction, if it is not the target's best: its tile is too small for that
-    registers: int | None = None  # that a thread may have, if the compiler has to be told
-    group_m: int = 8
-
-    @property
-    def name(self) -> str:
-        return f"{self.block_m}x{self.block_n}x{self.block_k} w{self.warps} s{self.stages}"
-
-    def meta(self) -> dict[str, int]:
-        """The compile-time arguments of the kernel."""
-        return {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_K": self.block_k, "GROUP_M": self.group_m}
-
-    def compiler(self) -> dict[str, int]:
-        """The options for Triton's compiler."""
-        options = {"num_warps": self.warps, "num_stages": self.stages}
-        return options if self.registers is None else {**options, "maxnreg": self.registers}
-
-    @property
-    def takes_unaligned(self) -> bool:
-        """Operands that are loaded element by element need a register for each address, beside those of the sums."""
-        threads = 32 * self.warps
-        loads, sums = (self.block_m + self.block_n) * self.block_k // threads, self.block_m * self.block_n // threads
-        return loads <= 64 and loads + sums <= 128
-
-
-@dataclass(frozen=True)
-class Target:
-    """A kind of GPU: what the choice of a configuration and the offline check need to know about it."""
-
-    name: str
-    processors: int  # streaming multiprocessors or compute units
-    unit: str  # its best tensor-core instruction
-    configs: tuple[Config, ...]
-
-
-# Left alone, NVIDIA's assembler spills a few values of some of these tiles to make room for one more program.
-ALL_REGISTERS = 255
-
-# Shared memory holds `stages` copies of both operand tiles as they are in memory, fp32 at worst, and one rounded copy:
-# the fp32 case sets the limit of every row here, and the check compiles it.
-CONFIGS_SM80 = (
-    Config(128, 128, 32, 8, 4, "large square products: most reuse that fits 163 KB with fp32 operands"),
-    Config(128, 64, 32, 4, 3, "tall outputs: programs hide each other's loads", registers=ALL_REGISTERS),
-    Config(64, 128, 32, 4, 3, "wide outputs, the mirror image"),
-    Config(64, 64, 64, 4, 3, "middle sizes: four times the programs of the largest tile"),
-    Config(32, 64, 64, 4, 4, "batches of 32 rows or fewer: no half of the tile is padding"),
-    Config(16, 64, 128, 4, 3, "a few rows against a large weight: limited by memory, long loads"),
-    Config(64, 16, 128, 4, 3, "a few columns, the mirror image"),
-    Config(32, 32, 64, 2, 4, "small matrices in large batches"),
-)
-CONFIGS_SM90 = (
-    Config(128, 256, 32, 8, 4, "large products: the widest wgmma, most reuse; a deeper tile of fp32 spills registers"),
-    Config(128, 128, 64, 8, 3, "large products of fewer tiles, deeper pipeline"),
-    Config(128, 64, 64, 4, 3, "tall outputs: one warp group, two programs a processor"),
-    Config(64, 128, 64, 4, 3, "wide outputs, the mirror image"),
-    Config(64, 64, 64, 4, 4, "middle sizes: 64 rows are the smallest tile that wgmma takes"),
-    Config(64, 32, 128, 4, 3, "narrow outputs and a long K"),
-    Config(16, 64, 128, 4, 3, "a few rows against a large weight: limited by memory", "mma.sync"),
-    Config(32, 32, 64, 2, 4, "small matrices in large batches", "mma.sync"),
-)
-CONFIGS_SM100 = (
-    Config(128, 256, 64, 8, 3, "large products: the accumulator takes half of the tensor memory"),
-    Config(128, 128, 64, 8, 3, "large products of fewer tiles, deeper pipeline", registers=ALL_REGISTERS),
-    Config(128, 64, 64, 4, 3, "tall outputs: two programs a processor", registers=ALL_REGISTERS),
-    Config(64, 128, 64, 4, 3, "wide outputs: 64 rows are the smallest tile that tcgen05 takes"),
-    Config(64, 64, 64, 4, 4, "middle sizes", registers=ALL_REGISTERS),
-    Config(128, 32, 128, 4, 2, "narrow outputs and a long K"),
-    Config(16, 64, 128, 4, 3, "a few rows against a large weight: limited by memory", "mma.sync"),
-    Config(32, 32, 64, 2, 4, "small matrices in large batches", "mma.sync"),
-)
-CONFIGS_GFX942 = (
-    Config(128, 128, 32, 8, 2, "large square products: 64 KB of LDS is the limit"),
-    Config(128, 64, 32, 4, 2, "tall outputs"),
-    Config(64, 128, 32, 4, 2, "wide outputs, the mirror image"),
-    Config(64, 64, 64, 4, 2, "middle sizes: four times the programs"),
-    Config(32, 64, 64, 4, 2, "batches of 32 rows or fewer"),
-    Config(16, 64, 128, 4, 2, "a few rows against a large weight: limited by memory, long loads"),
-    Config(64, 16, 128, 4, 2, "a few columns, the mirror image"),
-    Config(32, 32, 64, 2, 2, "small matrices in large batches"),
-)
-# The rest of NVIDIA's GPUs that know bf16 (sm_86, sm_89, sm_120): 99 KB of shared memory.
-CONFIGS_SM86 = (
-    Config(128, 64, 32, 4, 3, "large products: 99 KB of shared memory with fp32 operands", registers=ALL_REGISTERS),
-    Config(64, 64, 32, 4, 3, "middle sizes", registers=ALL_REGISTERS),
-    Config(16, 64, 128, 4, 2, "a few rows against a large weight", registers=ALL_REGISTERS),
-    Config(32, 32, 64, 2, 3, "small matrices in large batches"),
-)
-
-TARGETS = {
-    target.name: target
-    for target in (
-        Target("sm_80", 108, "mma.sync", CONFIGS_SM80),
-        Target("sm_86", 84, "mma.sync", CONFIGS_SM86),
-        Target("sm_90", 132, "wgmma", CONFIGS_SM90),
-        Target("sm_100", 148, "tcgen05", CONFIGS_SM100),
-        Target("gfx942", 304, "mfma", CONFIGS_GFX942),
-    )
-}
-
-
-def choose(
-    m: int, n: int, k: int, target: str, batch: int = 1, aligned: bool = True
-) -> tuple[Config, int]:
-    """A configuration for an [m, k] @ [k, n] product (``batch`` of them), and into how many pieces K is split.
-
-    The cost of a configuration is the number of rounds in which its programs fill the GPU, times what one program
-    costs: its multiplications, and its loads, which weigh as much as 64 multiplications. Ties go to the first. Operands
-    that are not aligned leave only the configurations that can take them.
-
-    >>> choose(4096, 4096, 4096, "sm_90")[0].name
-    '128x256x32 w8 s4'
-    >>> choose(16, 1024, 8192, "sm_90")[1]
-    8
-    """
-    kind = TARGETS[target]
-
-    def tiles(config: Config) -> int:
-        return batch * _ceil(m, config.block_m) * _ceil(n, config.block_n)
-
-    def pieces(config: Config) -> int:
-        return max(1, min(kind.processors // max(1, tiles(config)), k // SHORTEST, MOST_PIECES))
-
-    def cost(config: Config) -> float:
-        rounds = _ceil(tiles(config) * pieces(config), kind.processors)
-        rows, columns = config.block_m, config.block_n
-        return rounds * (rows * columns + 64 * (rows + columns)) / pieces(config)
-
-    best = min((config for config in kind.configs if aligned or config.takes_unaligned), key=cost)
-    return best, pieces(best)
-
-
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -314,13 +167,13 @@ def cast_matmul(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, o
     target = target_of(a.device)
     aligned = _aligned(matrices_a) and _aligned(matrices_b)
     config, pieces = choose(m, n, k, target, batch, aligned)
-    piece = max(1, _ceil(_ceil(k, pieces), STEP)) * STEP
-    pieces = max(1, _ceil(k, piece))  # rounding up may leave fewer
+    piece = max(1, ceil_div(ceil_div(k, pieces), STEP)) * STEP
+    pieces = max(1, ceil_div(k, piece))  # rounding up may leave fewer
     split = pieces > 1
     result = torch.empty((pieces, *out.shape), dtype=torch.float32, device=a.device) if split else out
     launch, settings = _launcher(target, config, aligned, a.is_cuda)
     with torch.cuda.device(a.device) if a.is_cuda else contextlib.nullcontext():
-        launch[lambda meta: (pieces * batch * _ceil(m, meta["BLOCK_M"]) * _ceil(n, meta["BLOCK_N"]),)](
+        launch[lambda meta: (pieces * batch * ceil_div(m, meta["BLOCK_M"]) * ceil_div(n, meta["BLOCK_N"]),)](
             matrices_a,
             matrices_b,
             None if split else bias,
@@ -340,7 +193,7 @@ def cast_matmul(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, o
             **settings,
         )
         if split:
-            add_pieces_kernel[(_ceil(out.numel(), ADD_BLOCK),)](
+            add_pieces_kernel[(ceil_div(out.numel(), ADD_BLOCK),)](
                 result,
                 bias,
                 out,
@@ -408,19 +261,3 @@ def _autotuned(target: str, aligned: bool) -> Any:
     ]
     decorate: Callable[..., Any] = triton.autotune(configs, key=["M", "N", "K", "batch", "piece"])
     return decorate(matmul_kernel)
-
-
-@functools.cache
-def target_of(device: torch.device) -> str:
-    """The name of the row of ``TARGETS`` for a device; sm_80 stands in for a CPU, where the interpreter runs."""
-    if device.type == "cpu":
-        return "sm_80"
-    properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip is not None:
-        return "gfx942"  # its LDS, 64 KB, is what all of AMD's have at least
-    if properties.major < 8:
-        version = f"{properties.major}.{properties.minor}"
-        raise ValueError(f"cast_matmul needs compute capability 8.0 or newer, not {version}.")
-    if (properties.major, properties.minor) in ((8, 0), (8, 7)):
-        return "sm_80"
-    return {9: "sm_90", 10: "sm_100"}.get(properties.major, "sm_86")

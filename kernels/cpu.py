@@ -5,8 +5,8 @@ low-precision unit (low operands, fp32 accumulation, low result); the speed is t
 runs torch's native low-precision kernels 3 to 50 times slower than fp32, one with them is faster natively.
 
 What the CPU says it has decides first; where it has the units, a measurement of a few milliseconds, once a process,
-decides. ``AMP_CPU_KERNELS=native`` or ``wide`` overrides both. Wide kernels are compiled when a graph first needs them
-(``build.py``); ``AMP_CPU_KERNELS=python`` is wide without that.
+decides. ``AMP_CPU_KERNELS=native`` or ``wide`` overrides both. Wide kernels are compiled before the first graph that
+needs them is rewritten (``build.prepare``); ``AMP_CPU_KERNELS=python`` is wide without that. Nothing here compiles.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import build, capability
+from . import capability, registry
 
 SETTING = "AMP_CPU_KERNELS"
 CHOICES = ("auto", "native", "wide", "python")
@@ -44,18 +44,19 @@ def setting() -> str:
 
 
 def runs_wide(dtype: torch.dtype) -> bool:
-    """Whether low-precision matrix products on this CPU are to be computed in fp32; the kernels are ready then."""
-    asked = setting()
-    wide = choose(dtype, asked).wide
-    if wide and asked != "python":
-        build.load()
-    return wide
+    """True if matrix products in this low dtype are computed in fp32 on this CPU."""
+    return choose(dtype, setting()).wide
+
+
+def wants_compiled(dtype: torch.dtype) -> bool:
+    """True if they are, and by the compiled kernels: call ``build.prepare`` before you run such products."""
+    return setting() != "python" and runs_wide(dtype)
 
 
 def reason(dtype: torch.dtype) -> str:
     """Why products run as they do, for a report: what ``choose`` says, and whether the kernels are compiled."""
     chosen = choose(dtype, setting())
-    return f"{chosen.reason}; {'compiled' if build.loaded() else 'in Python'}" if chosen.wide else chosen.reason
+    return f"{chosen.reason}; {'compiled' if registry.loaded() else 'in Python'}" if chosen.wide else chosen.reason
 
 
 @functools.cache

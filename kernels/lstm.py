@@ -24,8 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import build
+from amp_compiler.common.torch_names import below_autograd
+
 from . import cast_matmul as _defines_cast_matmul  # noqa: F401
+from . import registry
 
 LOW = (torch.float16, torch.bfloat16)
 
@@ -79,7 +81,7 @@ def _forward(
             gates.add_(bias.float())
     gates = gates.view(length, batch, 4 * hidden)
     out, cells = x.new_empty(length, batch, hidden), gates.new_empty(length, batch, hidden)
-    steps = _steps_in_cpp if build.loaded() else _steps
+    steps = _steps_in_cpp if registry.loaded() else _steps
     steps(gates, h.float().contiguous(), c.float().contiguous(), w_hh.float(), out, cells, reverse)
     last = 0 if reverse else -1
     return out, out[last].clone(), cells[last].to(x.dtype, copy=True), gates.to(x.dtype), cells
@@ -134,7 +136,7 @@ def _backward(
         for grad in (grad_h, grad_c)
     )
     sums = x.new_empty(length, batch, 4 * hidden)
-    steps = _steps_back_in_cpp if build.loaded() else _steps_back
+    steps = _steps_back_in_cpp if registry.loaded() else _steps_back
     steps(grad_out, state, cell, gates, cells, c.float(), w_hh.float(), sums, reverse)
     flat = sums.view(length * batch, 4 * hidden)
     turned = flat.t()
@@ -218,7 +220,7 @@ class _LstmLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         x, h, c, w_ih, w_hh, b_ih, b_hh, reverse = args
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             results = torch.ops.amp.lstm_layer.default(*args)
         out, _, _, gates, cells = results
         ctx.set_materialize_grads(False)
@@ -244,7 +246,7 @@ def _autograd(*args: Any) -> tuple[Tensor, ...]:
     if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
         apply: Callable[..., tuple[Tensor, ...]] = _LstmLayer.apply  # torch 2.13 gives it no type
         return apply(*args)
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         return torch.ops.amp.lstm_layer.default(*args)  # type: ignore[no-any-return]
 
 

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import build
+from amp_compiler.common.torch_names import foreach_norm
+
+from . import registry
 
 
 @torch.no_grad()
@@ -19,12 +21,12 @@ def total_norm(tensors: Sequence[Tensor], device: torch.device, *, as_torch: boo
     tensor(5.)
     """
     norms: list[Tensor] = []
-    if not as_torch and build.loaded() and device.type == "cpu":
+    if not as_torch and registry.loaded() and device.type == "cpu":
         norm, tensors = torch.ops.amp_cpu.norm(tensors)  # what is left has another dtype, layout or device
         norms.append(torch.tensor(norm, dtype=torch.float32, device=device))
         if not tensors:
             return norms[0]
     dense = [x if x.layout is torch.strided else x.coalesce().values() for x in tensors]
-    norms += [n.to(device, torch.float32) for n in torch._foreach_norm(dense)]
+    norms += [n.to(device, torch.float32) for n in foreach_norm(dense)]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total

@@ -23,7 +23,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import build
+from amp_compiler.common.torch_names import foreach_unscale_
+
+from . import registry
 from .all_finite import LOW, numbers
 from .gpu import DTYPES, uses_triton
 
@@ -67,7 +69,7 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found: Tensor) -> None:
     Each keeps its dtype: a fp16 gradient is multiplied in fp32 and rounded to fp16 again, where small values vanish.
     Lists of several dtypes, layouts and devices are fine, and there is no host sync.
     """
-    if build.loaded() and inv_scale.device.type == found.device.type == "cpu":
+    if registry.loaded() and inv_scale.device.type == found.device.type == "cpu":
         grads = torch.ops.amp_cpu.unscale_(grads, found, inv_scale)  # what is left has another dtype, layout or device
     groups: dict[torch.device, dict[torch.dtype, list[Tensor]]] = {}
     for grad in grads:
@@ -88,7 +90,7 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found: Tensor) -> None:
             if known:
                 launch(known, factor, flag)
         for group in by_dtype.values():
-            torch._amp_foreach_non_finite_check_and_unscale_(group, flag, factor)
+            foreach_unscale_(group, flag, factor)
         if flag is not found:
             found.copy_(torch.maximum(found, flag.to(found.device, non_blocking=True)))
 

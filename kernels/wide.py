@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import build
+from amp_compiler.common.torch_names import schema_of
+
+from . import registry
 
 aten = torch.ops.aten
 
@@ -35,8 +37,8 @@ def wide_form(op: Any) -> Any:
 
 
 def _define(op: Any) -> Any:
-    name = f"wide_{op._schema.name.removeprefix('aten::').lstrip('_')}"
-    schema = str(op._schema)
+    name = f"wide_{schema_of(op).name.removeprefix('aten::').lstrip('_')}"
+    schema = str(schema_of(op))
     _LIBRARY.define(name + schema[schema.index("(") :])
     _IN_PYTHON.append((name, _runner(op)))
     torch.library.register_fake(f"amp::{name}", op, lib=_LIBRARY)
@@ -61,4 +63,4 @@ def _runner(op: Any) -> Callable[..., Any]:
 
 _IN_PYTHON: list[tuple[str, Callable[..., Any]]] = []
 _WIDE = {op: _define(op) for op in OPS}
-build.in_python(_IN_PYTHON)
+registry.in_python(_IN_PYTHON)

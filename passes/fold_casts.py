@@ -26,6 +26,7 @@ import torch
 from torch import fx
 
 from amp_compiler import ir
+from amp_compiler.common.torch_names import OpOverload, schema_of
 from amp_compiler.policy.ops.names import find_row
 from amp_compiler.policy.ops.row import OpClass
 from amp_compiler.rewrite.base import Context, Dialect, Pass
@@ -129,9 +130,9 @@ def _move(graph: fx.Graph, keep: _Keep) -> bool:
 
 
 def _is_exact(node: fx.Node) -> bool:
-    if node.op != "call_function" or ir.is_cast(node) or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or ir.is_cast(node) or not isinstance(node.target, OpOverload):
         return False
-    if node.target._schema.is_mutable or node.target.namespace != "aten":
+    if schema_of(node.target).is_mutable or node.target.namespace != "aten":
         return False
     row = find_row(ir.op_name(node))
     return (

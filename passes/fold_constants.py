@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from amp_compiler import ir
+from amp_compiler.common.torch_names import OpOverload, pytree, schema_of
 from amp_compiler.ir.weights import Weights, drop_unread, moves
 from amp_compiler.rewrite.base import Context, Dialect, Pass
 
@@ -62,7 +62,7 @@ class _Fold:
         if ir.is_getitem(node):
             return True
         target, origin = node.target, ir.origin(node)
-        if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or target._schema.is_mutable:
+        if not isinstance(target, OpOverload) or target.namespace != "aten" or schema_of(target).is_mutable:
             return False
         if torch.Tag.nondeterministic_seeded in target.tags or ir.op_name(node) in _UNKNOWN:
             return False

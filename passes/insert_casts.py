@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from amp_compiler import ir
+from amp_compiler.common.torch_names import pytree
 from amp_compiler.ir import Decision, Mode
 from amp_compiler.policy import Rule
 from amp_compiler.rewrite.base import Context, Dialect, Pass

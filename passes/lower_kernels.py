@@ -1,7 +1,7 @@
 """lower_kernels: on a CPU without low-precision units, convolutions run in fp32 between two roundings.
 
 ``convolution(x: bf16, w: bf16)``  →  ``amp::wide_convolution(x, w)``; likewise its backward, attention's backward and
-``baddbmm``. An LSTM's layer, which computes in fp32 anyway, is only noted, and its kernel made ready.
+``baddbmm``. An LSTM's layer, which computes in fp32 anyway, is only noted.
 
 The same arguments and results; see ``kernels/wide.py`` for what they compute and ``kernels/cpu.py`` for when. Off with
 ``Policy.torch``, whose results are autocast's to the bit.

@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from amp_compiler import ir
+from amp_compiler.common.torch_names import pytree
 from amp_compiler.ir import Origin
 from amp_compiler.policy import dtype_name
 from amp_compiler.rewrite.base import Context, Dialect, Pass

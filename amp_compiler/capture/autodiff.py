@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from .. import ir
 from ..common.errors import ArgumentError, CaptureError
+from ..common.torch_names import pytree
 
 JointPasses = Callable[[fx.GraphModule, str], None]
 

@@ -3,7 +3,7 @@
 Dynamo brings guards, graph breaks, dynamic shapes and re-compilation; this file only tells it what to do
 with each graph and keeps account of what it could not capture. torch 2.13 internals: the ``allow_rnn``
 switch (Dynamo skips nn.LSTM and nn.GRU otherwise), ``AutocastModeVariable``, ``compile_subgraph_reason`` on
-Dynamo's graphs, ``side_effects`` and ``torch._dynamo.utils.counters`` (the only places that say why a graph ended).
+Dynamo's graphs and ``torch._dynamo.utils.counters`` (the only places that say why a graph ended).
 """
 
 from __future__ import annotations
@@ -12,20 +12,22 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from ..common.errors import AmpError
 from ..policy.scopes import is_inside_call
-from .frames import Outside, compile_with, unwatched
+from .frames import compile_with, unwatched
+from .handle import Backend, clear_dead, is_handle
+from .handle import Handle as Handle
 from .remedies import Reason
 from .remedies import remedy as remedy
+from .trampolines import Outside
 
 #: signatures that one compiled module may have before Dynamo gives up on it
 RECOMPILE_LIMIT = 64
@@ -35,16 +37,6 @@ RECOMPILE_LIMIT_REACHED = (
     "torch.tensor(0.1). TORCH_LOGS=recompiles shows which value it was"
 )
 _CALLERS = itertools.count()
-
-
-class Backend(Protocol):
-    """Makes a callable of each graph that Dynamo captures."""
-
-    handle: Handle | None
-    #: what Dynamo was given -> what it runs
-    runs: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] | None
-
-    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +68,7 @@ def compile_frame(
     ``isolate_recompiles``: Dynamo counts re-compilations for each code object, so the same class compiled at a
     few levels, or modules of torch.nn, would use up the limit together and then run uncompiled, in fp32.
     """
-    while _DEAD:
-        _DEAD.pop().clear_caches()
+    clear_dead()
     if backend.handle is None:
         backend.handle, backend.runs = Handle(backend), weakref.WeakKeyDictionary()
     function = _caller(target) if isinstance(target, nn.Module) else target
@@ -89,65 +80,6 @@ def compile_frame(
     return compile_with(outside, function, backend.handle, dynamic=dynamic, nopython=fullgraph, **settings)
 
 
-class Handle:
-    """A backend as Dynamo knows it: Dynamo keeps every backend, and what a backend gives it, until the process ends,
-    and must not keep a model, an optimizer or a graph by that. The owner of ``backend`` decides how long these live.
-
-    torch 2.13 internals: ``eval_frame.cached_backends`` holds backends. The entry for a compiled frame in the cache of
-    its code object holds new code, which owns the compiled function in the module's globals; ``orig_code_map`` leads
-    from the new code back to the old one, so that neither is ever freed. ``ExtraState.invalidate`` is what Dynamo calls
-    itself when an object dies that an entry has guards on.
-    """
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = weakref.ref(backend)
-        self._codes: dict[int, weakref.ref[CodeType]] = {}
-        self.__name__ = "amp_compiler"
-        weakref.finalize(backend, _DEAD.append, self).atexit = False
-
-    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        backend = self._backend()
-        if backend is None:
-            return gm.forward
-        run = backend(gm, example_inputs)
-        found = weakref.ref(run)
-
-        def call(*args: Any) -> Any:
-            run = found()
-            assert run is not None  # who calls this owns the backend
-            return run(*args)
-
-        assert backend.runs is not None
-        backend.runs[call] = run
-        return call
-
-    def compiles(self, code: CodeType) -> None:
-        """Remember code whose cache may hold an entry for this backend."""
-        if id(code) not in self._codes:
-            self._codes[id(code)] = weakref.ref(code)
-
-    def clear_caches(self) -> None:
-        """Take what Dynamo holds for a backend that is gone out of its caches."""
-        from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
-        from torch._dynamo import eval_frame
-        from torch._dynamo.guards import DeletedGuardManagerWrapper
-
-        for code in filter(None, (known() for known in self._codes.values())):
-            for entry in _debug_get_cache_entry_list(code):
-                manager: Any = entry.guard_manager
-                ours = entry.backend is not None and eval_frame.innermost_backend(entry.backend) is self
-                if ours and manager.extra_state is not None:
-                    manager.extra_state.invalidate(entry, DeletedGuardManagerWrapper("the compiled model is gone"))
-                    # finalizers of classes and functions that it had guards on hold the rest of it
-                    manager.__dict__ = {"cache_entry": None, "extra_state": None}
-        eval_frame.cached_backends.pop(id(self), None)
-
-
-#: handles of backends that are gone. Their caches are cleared when the next model is compiled: at the moment of a death
-#: Dynamo may be at work on the very same caches, in C++
-_DEAD: list[Handle] = []
-
-
 def is_capture_failure(error: Exception) -> bool:
     """Whether Dynamo refused to capture code, of which nothing has run then."""
     from torch._dynamo import exc
@@ -155,6 +87,27 @@ def is_capture_failure(error: Exception) -> bool:
     if isinstance(error, exc.BackendCompilerFailed):
         return not isinstance(error.inner_exception, AmpError)
     return isinstance(error, (exc.TorchDynamoException, exc.ResumePrologueTracingError))
+
+
+def is_dynamo_error(error: BaseException) -> bool:
+    """True if Dynamo raised the error itself, or to start over with other settings: it has to see it."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return isinstance(error, TorchDynamoException)
+
+
+def is_unsupported(error: BaseException) -> bool:
+    """True if Dynamo met code that cannot be in a graph."""
+    from torch._dynamo.exc import Unsupported
+
+    return isinstance(error, Unsupported)
+
+
+def is_over_limit(error: BaseException) -> bool:
+    """True if Dynamo has compiled code so often that it refuses to do it again."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    return isinstance(error, FailOnRecompileLimitHit)
 
 
 def _caller(model: nn.Module) -> Callable[..., Any]:
@@ -241,17 +194,11 @@ def _capture_slow_attention() -> None:
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         asked = self.fn is torch.backends.mha.get_fastpath_enabled
-        if asked and _is_for_us(tx.output.compiler_fn):
+        if asked and is_handle(tx.output.compiler_fn):
             return ConstantVariable.create(False)
         return call(self, tx, args, kwargs)
 
     UserFunctionVariable.call_function = call_function  # type: ignore[method-assign]
-
-
-def _is_for_us(compiler: Any) -> bool:
-    from torch._dynamo.eval_frame import innermost_backend
-
-    return isinstance(innermost_backend(compiler), Handle)
 
 
 @functools.cache
@@ -305,82 +252,6 @@ def returns_to_caller(gm: fx.GraphModule, target: Any, outermost: bool) -> bool:
     if own is not None and (code is own or (name == own.co_name and code.co_filename == own.co_filename)):
         return True
     return name.startswith("call_") and code.co_filename == __file__ and outermost
-
-
-def input_sources(gm: fx.GraphModule) -> list[str]:
-    """Where each input of a graph comes from, in Dynamo's words: ``L['args'][0]``, ``L['model']._buffers['mean']``."""
-    found = []
-    for node in gm.graph.nodes:
-        if node.op == "placeholder":
-            source = getattr(node, "_dynamo_source", None)
-            text = str(node.target) if source is None else source.name
-            found.append(text() if callable(text) else str(text))
-    return found
-
-
-def guard_input(gm: fx.GraphModule, number: int, fact: Callable[[Any], Any]) -> None:
-    """Compile the frame again when an input comes for which ``fact(value)`` is not as true as it is now.
-
-    torch 2.13 internals: a guard in the tracing context becomes a check of the compiled frame, if it is there before
-    the backend returns; no public way leads to a check of one's own.
-    """
-    node = [n for n in gm.graph.nodes if n.op == "placeholder"][number]
-    source, context = getattr(node, "_dynamo_source", None), torch._guards.TracingContext.try_get()
-    if source is None or context is None:
-        return
-
-    def create(builder: Any, guard: Any) -> None:
-        expected = bool(fact(builder.get(guard)))
-        builder.get_guard_manager(guard).add_lambda_guard(
-            lambda value: bool(fact(value)) is expected, [f"wide({source.name}) is {expected}"], guard.user_stack
-        )
-
-    context.guards_context.dynamo_guards.add(source.make_guard(create))
-
-
-def _assigned() -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """(dictionary, key, Dynamo's value) of each attribute that holds a tensor after the code that is being compiled
-    has run. Buffers of modules are items of dictionaries; what else a module or object holds is a stored attribute."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-    from torch._dynamo.variables import LazyVariableTracker, TensorVariable
-
-    try:
-        effects = InstructionTranslator.current_tx().output.side_effects
-    except AttributeError:  # the graph came another way
-        return
-    for variable, attributes in effects.store_attr_mutations.items():
-        holder = getattr(getattr(variable, "value", None), "__dict__", None)
-        for name, value in attributes.items():
-            touched = type(value) is not LazyVariableTracker and isinstance(value, TensorVariable)
-            if isinstance(holder, dict) and touched:
-                yield holder, name, value
-    kept: list[Any] = effects.keepalive
-    for holder in kept:
-        items = getattr(effects.id_to_variable.get(id(holder)), "items", None)
-        for key, value in items.items() if isinstance(holder, dict) and isinstance(items, dict) else ():
-            if type(value) is LazyVariableTracker:
-                continue  # not touched; asking a lazy value for anything would add an input to the graph
-            if isinstance(value, TensorVariable) and key.vt.is_python_constant():
-                yield holder, key.vt.as_python_constant(), value
-
-
-def kept_values(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[tuple[int, int]]:
-    """(output, input) positions where the model's code assigns a new tensor to an attribute that held the input
-    (``self.steps = self.steps + 1``). Only Dynamo's record of side effects tells these from other outputs."""
-    last = next(iter(reversed(gm.graph.nodes)))
-    outputs = pytree.tree_leaves(last.args[0])
-    found = []
-    for holder, key, value in _assigned():
-        old = holder.get(key)
-        places = [i for i, x in enumerate(example_inputs) if x is old] if isinstance(old, torch.Tensor) else []
-        if (node := value.as_proxy().node) in outputs and places:
-            found.append((outputs.index(node), places[0]))
-    return found
-
-
-def assigned_attributes() -> list[tuple[dict[str, Any], str]]:
-    """(dictionary, key) of each attribute that may hold another tensor when the code that is being compiled has run."""
-    return [(holder, key) for holder, key, _ in _assigned()]
 
 
 @dataclass(frozen=True)

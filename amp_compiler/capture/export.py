@@ -25,9 +25,11 @@ from torch.export.graph_signature import OutputKind
 from .. import ir
 from ..common.errors import CaptureError
 from ..policy.scopes import inside_call, paths_of
+from .dtype_reads import DtypeReads
 from .dynamo import capture_settings
-from .lower import annotate_origin, holds_large_values
-from .twin import DtypeReads, low_trace, promoting, sharing_copy
+from .origin import annotate_origin, holds_large_values
+from .promotion import promoting
+from .twin import low_trace, sharing_copy
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,38 @@ def capture_export(
 ) -> Exported:
     """Export a module to pre-dispatch ATen, each node with its module path and source line.
 
-    Parameters and buffers are the first inputs of the graph. With ``low``, the forward runs a second time, on a copy
-    that shares the tensors, to make the graph's twin in that dtype (see ``twin.py``), unless it asks no tensor for its
-    dtype. With ``inference``, regions that
-    only switch gradients on or off are no nodes of their own.
+    Parameters and buffers are the first inputs of the graph. With ``low``, the forward runs a second time, to make the
+    graph's twin in that dtype (see ``twin.py``), unless it asks no tensor for its dtype. With ``inference``, the model
+    is captured as in eval mode, and regions that only switch gradients on or off are no nodes of their own.
+
+    What runs is a copy that shares the tensors: ``torch.export`` wraps the forward of every module that it traces and
+    puts fakes in the place of its parameters, where another thread that calls the model would meet them.
     """
+    with _traceable(model, inference) as traced:
+        return _capture(traced, args, kwargs, dynamic_shapes, low, inference)
+
+
+@contextlib.contextmanager
+def _traceable(model: nn.Module, inference: bool) -> Iterator[nn.Module]:
+    """A copy of the model that shares its tensors; the model itself if it cannot be copied, in its old modes after."""
+    try:
+        traced = sharing_copy(model)
+    except Exception:  # the user's objects may refuse it: a lock, a generator, a tensor that is not a leaf
+        traced = model
+    training = [module for module in traced.modules() if module.training] if inference else []
+    for module in training:
+        module.training = False
+    try:
+        yield traced
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _capture(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, dynamic_shapes: Any,
+    low: torch.dtype | None, inference: bool,
+) -> Exported:  # fmt: skip
     reads = DtypeReads()
     try:
         program = _export(model, args, kwargs, dynamic_shapes, inference, reads)

@@ -27,9 +27,9 @@ from torch.export.graph_signature import (
     OutputSpec,
     TensorArgument,
 )
-from torch.utils import _pytree as pytree
 
 from .. import ir
+from ..common.torch_names import pytree
 from ..ir.weights import Weight, Weights
 
 _KINDS = {

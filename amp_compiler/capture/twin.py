@@ -20,31 +20,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
-import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import CodeType, FrameType
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from .. import ir
 from ..common.compat import attribute_method
+from ..common.torch_names import pytree
 from ..policy import Policy
-
-#: names in a function's code by which it can learn the dtype of a tensor
-DTYPE_NAMES = frozenset({
-    "dtype", "finfo", "type_as", "type", "element_size", "itemsize", "nbytes", "result_type", "promote_types",
-    "can_cast", "is_floating_point",
-})  # fmt: skip
-
-_ONE_AT_A_TIME = threading.RLock()
-
+from .lower import lower
+from .patching import replaced
+from .promotion import converted, promoting
 
 # ------------------------------------------------------------------------------------------------ Dynamo
 
@@ -53,36 +42,12 @@ class _Seen(Exception):
     """The twin's graph is there; Dynamo need not go on to make bytecode of it."""
 
 
-def may_depend_on_dtype(gm: fx.GraphModule) -> bool:
-    """Whether the code behind a graph of Dynamo's can have asked a tensor for its dtype. If not, it has no twin:
-    every cast in it names its dtype."""
-    codes: list[CodeType] = list(torch._guards.TracingContext.get_traced_code() or ())
-    for _, inner in _with_bodies(gm):
-        for node in inner.graph.nodes:
-            if node.op == "call_function" and isinstance(code := getattr(node.target, "__code__", None), CodeType):
-                codes.append(code)  # Python that runs when the graph is lowered
-            elif node.op == "call_method" and node.target == "to" and len(node.all_input_nodes) > 1:
-                return True
-    return any(_asks(code) for code in codes)
-
-
-def _asks(code: CodeType) -> bool:
-    names = {*code.co_names, *(c for c in code.co_consts if isinstance(c, str))}
-    return bool(names & DTYPE_NAMES)
-
-
-def _with_bodies(gm: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
-    return ((name, m) for name, m in gm.named_modules() if isinstance(m, fx.GraphModule))
-
-
 def twin_of_frame(policy: Policy, modules: Mapping[int, str]) -> fx.GraphModule | None:
     """The frame that Dynamo is compiling right now, read once more in ``policy.low`` and lowered. None if Dynamo
     finds no tensor op there."""
     from torch._dynamo import convert_frame
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._guards import CompileContext
-
-    from .lower import lower
 
     try:
         frame: Any = InstructionTranslator.current_tx().output.root_tx
@@ -150,29 +115,23 @@ def _low_fakes(low: torch.dtype) -> Iterator[None]:
     import torch._dynamo.utils as utils
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-    thread = threading.get_ident()  # Dynamo compiles one frame at a time, but export holds no lock
     make, run = FakeTensorMode.from_tensor, utils.run_node
     known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def from_tensor(mode: Any, tensor: torch.Tensor, **kwargs: Any) -> Any:
         fake = make(mode, tensor, **kwargs)
-        if threading.get_ident() != thread or type(fake) is not FakeTensor or fake.dtype is not torch.float32:
+        if type(fake) is not FakeTensor or fake.dtype is not torch.float32:
             return fake
         if id(fake) not in known:
             known[id(fake)] = (_lowered(fake, low, isinstance(tensor, nn.Parameter)), fake)
         return known[id(fake)][0]
 
     def run_node(tracer: Any, node: fx.Node, args: Any, kwargs: Any, nnmodule: Any) -> Any:
-        if threading.get_ident() != thread:
-            return run(tracer, node, args, kwargs, nnmodule)
         call = lambda a, k: run(tracer, node, a, k, nnmodule)  # noqa: E731
         return promoting(call, args, kwargs, in_place=str(node.target).endswith("_") or "setitem" in str(node.target))
 
-    with (
-        _ONE_AT_A_TIME,
-        mock.patch.object(FakeTensorMode, "from_tensor", from_tensor),
-        mock.patch.object(utils, "run_node", run_node),
-    ):
+    # Dynamo compiles one frame at a time, but export holds no lock
+    with replaced(FakeTensorMode, "from_tensor", from_tensor), replaced(utils, "run_node", run_node):
         yield
 
 
@@ -197,13 +156,12 @@ def _followed_dtypes() -> Iterator[None]:
     ask, use, call = TensorVariable.method_attr_dtype, ConstantVariable.as_proxy, SubgraphTracer.create_proxy
     make, attribute = UserDefinedClassVariable.call_function, attribute_method(ConstantVariable)
     read = getattr(ConstantVariable, attribute)
-    thread = threading.get_ident()
     asked: dict[int, tuple[Any, fx.Node]] = {}  # by id of Dynamo's constant: the constant, and the tensor's node
     named: list[tuple[Any, fx.Node]] = []  # a constant that goes into the next call
 
     def from_tensor(found: Any, node: fx.Node | None) -> Any:
         """``found``, remembered as a constant that comes of the dtype of ``node``."""
-        if threading.get_ident() != thread or node is None or not found.is_python_constant():
+        if node is None or not found.is_python_constant():
             return found
         found = copy.copy(found)  # Dynamo may share one object among equal constants
         asked[id(found)] = (found, node)
@@ -225,13 +183,13 @@ def _followed_dtypes() -> Iterator[None]:
         return from_tensor(read(constant, tx, name), source_of(constant))
 
     def as_proxy(constant: Any) -> Any:
-        if threading.get_ident() == thread and id(constant) in asked:
+        if id(constant) in asked:
             named.append((constant.as_python_constant(), asked[id(constant)][1]))
         return use(constant)
 
     def create_proxy(tracer: Any, *args: Any, **kwargs: Any) -> Any:
         proxy = call(tracer, *args, **kwargs)
-        if threading.get_ident() == thread and named:
+        if named:
             leaves = pytree.tree_leaves((proxy.node.args, proxy.node.kwargs))
             for value, node in named:
                 if any(type(leaf) is type(value) and leaf == value for leaf in leaves):
@@ -240,11 +198,11 @@ def _followed_dtypes() -> Iterator[None]:
         return proxy
 
     with (
-        mock.patch.object(UserDefinedClassVariable, "call_function", call_function),
-        mock.patch.object(ConstantVariable, attribute, get_attribute),
-        mock.patch.object(TensorVariable, "method_attr_dtype", method_attr_dtype),
-        mock.patch.object(ConstantVariable, "as_proxy", as_proxy),
-        mock.patch.object(SubgraphTracer, "create_proxy", create_proxy),
+        replaced(UserDefinedClassVariable, "call_function", call_function),
+        replaced(ConstantVariable, attribute, get_attribute),
+        replaced(TensorVariable, "method_attr_dtype", method_attr_dtype),
+        replaced(ConstantVariable, "as_proxy", as_proxy),
+        replaced(SubgraphTracer, "create_proxy", create_proxy),
     ):
         yield
 
@@ -260,29 +218,6 @@ def _quiet() -> Iterator[None]:
     finally:
         counters.clear()
         counters.update(before)
-
-
-def promoting(call: Callable[[Any, Any], Any], args: Any, kwargs: Any, in_place: bool, alike: Any = None) -> Any:
-    """Call an op; if torch refuses it in the low dtype, or for operands of two, again with all of them in one.
-
-    In the twin a parameter is low and what the code made itself may be fp32, and some ops (fft, linalg) have no low
-    kernel: a model that runs under autocast need not run in pure low precision. ``alike(tensor, dtype)`` converts
-    one operand.
-    """
-    try:
-        return call(args, kwargs)
-    except (RuntimeError, TypeError):
-        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        floats = [t for t in tensors if t.dtype in ir.ELIGIBLE]
-        if not any(t.dtype in ir.LOW_DTYPES for t in floats) or (in_place and len({t.dtype for t in floats}) < 2):
-            raise
-        dtype = floats[0].dtype if in_place else torch.float32
-        convert = alike or (lambda t, d: t.to(d))
-
-        def change(value: torch.Tensor) -> torch.Tensor:
-            return convert(value, dtype) if value.dtype in ir.ELIGIBLE and value.dtype != dtype else value
-
-        return call(*pytree.tree_map_only(torch.Tensor, change, (args, kwargs)))
 
 
 # ------------------------------------------------------------------------------------------------ export
@@ -303,43 +238,6 @@ def low_trace(low: torch.dtype) -> Iterator[None]:
 
 class _PromotingMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from .lower import converted
-
         name = getattr(func, "__name__", "")
         in_place = "setitem" in name or (name.endswith("_") and not name.endswith("__"))
         return promoting(lambda a, k: func(*a, **k), args, kwargs or {}, in_place, converted)
-
-
-class DtypeReads(TorchFunctionMode):
-    """Whether code that runs inside asks a tensor for its dtype, or converts one. If it does neither, its trace in the
-    low dtype would be the same graph. What torch's own tracing asks does not count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.found:
-            asks = getattr(func, "__self__", None) is torch.Tensor.dtype or getattr(func, "__name__", "") in _CONVERTS
-            if getattr(func, "__module__", "") == "torch.nn.functional":  # Python that runs outside of this mode
-                asks |= isinstance(code := getattr(func, "__code__", None), CodeType) and _asks(code)
-            self.found = asks and _asked_by_model(sys._getframe(1))
-        return func(*args, **(kwargs or {}))
-
-
-#: functions of tensors that convert, or whose result tells a dtype
-_CONVERTS = DTYPE_NAMES | {"to", "float", "half", "bfloat16", "double", "tensor", "as_tensor", "scalar_tensor", "full"}
-_TRACING = tuple(
-    os.path.join(os.path.dirname(torch.__file__), *parts) for parts in (
-        ("_export",), ("fx",), ("_subclasses",), ("_dynamo",), ("utils",), ("_compile.py",), ("_ops.py",),
-        ("overrides.py",), ("_library",), ("_prims_common",), ("_tensor.py",),
-    )
-)  # fmt: skip
-_MACHINERY = tuple(os.path.join(os.path.dirname(torch.__file__), part) for part in ("export", "_functorch", "_guards"))
-
-
-def _asked_by_model(frame: FrameType | None) -> bool:
-    """Whether the first frame that is not of a tracing mode belongs to a model (or to ``torch.nn``), not to export."""
-    while frame is not None and (frame.f_code.co_filename == __file__ or frame.f_code.co_filename.startswith(_TRACING)):
-        frame = frame.f_back
-    return frame is None or not frame.f_code.co_filename.startswith(_MACHINERY)

@@ -95,7 +95,8 @@ def run(
 def summary(converted: ConvertedModel, model: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     """What became of a model: weights, ops by precision, and the largest error on the example inputs against fp32."""
     import torch
-    from torch.utils import _pytree as pytree
+
+    from ..common.torch_names import pytree
 
     def floats(values: Any) -> list[torch.Tensor]:
         leaves = pytree.tree_leaves(values)

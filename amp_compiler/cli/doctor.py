@@ -14,6 +14,7 @@ NAME = "doctor"
 HELP = "Look at this machine (torch, CPU, GPUs, what each dtype costs here) and, if given, at a model's shapes."
 EXAMPLES = ("amp-compiler doctor", "amp-compiler doctor model.py:make --json")
 EPILOG = c.examples(EXAMPLES)
+_NUMBERS = ("torch, ms", "here, ms", "× fp32", "GFLOP/s")
 
 
 def run(
@@ -50,12 +51,13 @@ def run(
     for name, value in facts.items():
         out.print(f"[bold]{name:<13}[/bold] {value}", soft_wrap=True)
     table = Table(title=f"\nA product of {SIZE} × {SIZE} matrices", title_justify="left", box=None, pad_edge=False)
-    for column in ("device", "dtype", "torch, ms", "here, ms", "GFLOP/s", "runs on"):
-        table.add_column(column, justify="right" if "ms" in column or "/" in column else "left", overflow="fold")
+    for column in ("device", "dtype", "torch, ms", "here, ms", "× fp32", "GFLOP/s", "kernel", "runs on"):
+        table.add_column(column, justify="right" if column in _NUMBERS else "left", overflow="fold")
     for s in machine.speeds:
         table.add_row(
-            s.device, s.dtype, f"{s.native * 1e3:.2f}", f"{s.ours * 1e3:.2f}", f"{s.gflops:.0f}", s.runs_on
-        )
+            s.device, s.dtype, f"{s.native * 1e3:.2f}", f"{s.ours * 1e3:.2f}", f"{s.of_fp32:.2f}", f"{s.gflops:.0f}",
+            s.kernel, s.runs_on,
+        )  # fmt: skip
     out.print(table)
     out.print()
     for text in advice:

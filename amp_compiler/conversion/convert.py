@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from .. import __version__, ir
 from ..capture.export import Exported, capture_export
 from ..capture.program import Frame, copy_graph, flat_inputs, foreign_ops, plain_spec, rebuild, weights_of
 from ..common.errors import AmpWarning, ArgumentError, CaptureError
+from ..common.torch_names import pytree
 from ..inspect.report import build_report, cast_totals, graph_rows
 from ..ir.nesting import compiled_policy
 from ..ir.weights import Weight, Weights, drop_unread
@@ -70,10 +69,10 @@ def convert_model(
     disabled = request.disable_passes if cast_params else (*request.disable_passes, "freeze_parameters")
     steps = order.build(disabled)
     start = time.perf_counter()
-    with _as_eval(model):
-        untouched = not chosen.rewrites and not any(map(compiled_policy, model.modules()))
-        low = None if untouched or "mark_dtype_origin" in disabled else chosen.low
-        captured = capture_export(model, args, kwargs, dynamic_shapes, low=low, inference=True)
+    _warn_of_train_mode(model)
+    untouched = not chosen.rewrites and not any(map(compiled_policy, model.modules()))
+    low = None if untouched or "mark_dtype_origin" in disabled else chosen.low
+    captured = capture_export(model, args, kwargs, dynamic_shapes, low=low, inference=True)
     gm, weights = captured.graph, weights_of(captured.program)
     weights.store_low = "freeze_parameters" not in disabled
     ctx = Context(chosen, keep_io_dtypes, marked_modules(modules_of(model)), captured.twin, weights=weights)
@@ -210,20 +209,10 @@ def _check_inputs(model: Any, args: Any, kwargs: Any) -> tuple[nn.Module, tuple[
     return model, args, dict(kwargs or {})
 
 
-@contextlib.contextmanager
-def _as_eval(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode, and afterwards each of its modules in the mode that it had."""
-    training = [module for module in model.modules() if module.training]
-    if training:
+def _warn_of_train_mode(model: nn.Module) -> None:
+    if any(module.training for module in model.modules()):
         warnings.warn(
             f"{type(model).__name__} is in train mode and is converted as in eval mode: dropout does nothing and batch "
             "norm uses its running statistics. Call model.eval() first to say that you mean it.",
             AmpWarning, stacklevel=users_frame(),
         )  # fmt: skip
-    try:
-        for module in training:
-            module.training = False
-        yield
-    finally:
-        for module in training:
-            module.training = True

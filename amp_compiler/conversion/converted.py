@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.utils import _pytree as pytree
 
+from ..common.torch_names import pytree
 from ..inspect.report import Report
 from ..policy import Policy
 from ..rewrite.pipeline import Record

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
-from torch.utils import _pytree as pytree
 
 from ..common.errors import ArgumentError
+from ..common.torch_names import pytree
 from ..policy import dtype_name
 
 

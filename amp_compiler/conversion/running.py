@@ -10,13 +10,15 @@ from torch.export import ExportedProgram
 
 from .. import ir
 from ..capture.program import Frame, functional, rebuild, weights_of
+from ..common.torch_names import no_autocast
 from ..ir.weights import Weight
-from ..kernels import build
+from ..kernels import registry
 from ..kernels.cpu import runs_wide
 from ..passes import order
 from ..policy import Policy
 from ..rewrite.base import Context
 from ..rewrite.pipeline import Record
+from ..runtime.prepare import prepare_kernels
 
 
 class Running:
@@ -38,8 +40,9 @@ class Running:
         lowered = functional(program)
         gm, weights = lowered.graph_module, weights_of(lowered)
         assert isinstance(gm, fx.GraphModule)
+        prepare_kernels(gm, policy)
         # the compiled kernels pack low weights as fast as fp32 ones: copies would only cost memory
-        off = disabled if cache_weights and not build.loaded() else (*disabled, "widen_weights")
+        off = disabled if cache_weights and not registry.loaded() else (*disabled, "widen_weights")
         before = {n.name for n in gm.graph.nodes if n in weights}
         order.build(off).run_converted.run(gm, Context(policy, weights=weights), history, graph="run")
         self.cached_bytes = sum(
@@ -52,7 +55,7 @@ class Running:
         return rebuild(Frame.of(lowered), gm.graph, make, weights)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with torch.no_grad(), torch._C._DisableAutocast():
+        with torch.no_grad(), no_autocast():
             return self._module(*args, **kwargs)
 
 

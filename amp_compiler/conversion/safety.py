@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..common.errors import AmpError
+from ..common.torch_names import HigherOrderOperator, OpOverloadPacket
 
 
 class Unsafe(AmpError):
@@ -113,8 +114,8 @@ def _is_op(target: str) -> bool:
         return False
     op = getattr(getattr(torch.ops, found[1]), found[2], None)
     if found[3] is None:
-        return isinstance(op, torch._ops.HigherOrderOperator)
-    return isinstance(op, torch._ops.OpOverloadPacket) and found[3][1:] in op.overloads()
+        return isinstance(op, HigherOrderOperator)
+    return isinstance(op, OpOverloadPacket) and found[3][1:] in op.overloads()
 
 
 def _check_expression(text: str) -> None:

@@ -8,13 +8,14 @@ import os
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from ..ir.view import GraphView, NodeView, Value
-from ..kernels import capability, cpu
+from ..kernels import build, capability, cpu
+from ..kernels import cast_matmul as _defines_cast_matmul  # noqa: F401
 from ..policy import dtype_name
 
 SIZE = 512  # of the square matrices that are multiplied
@@ -34,13 +35,19 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Speed:
-    """A product of square matrices of one dtype on one device: seconds as torch does it and as we do."""
+    """A product of square matrices of one dtype on one device: seconds as torch does it and as a compiled graph does.
+
+    ``kernel``: the op that a compiled graph runs. ``runs_on``: which units it uses, and why. ``of_fp32``: its time as a
+    multiple of fp32's on the same device.
+    """
 
     device: str
     dtype: str
     native: float
     ours: float
     runs_on: str
+    kernel: str = "aten::mm"
+    of_fp32: float = 1.0
 
     @property
     def gflops(self) -> float:
@@ -69,33 +76,38 @@ def look(progress: Callable[[str], None] = lambda text: None) -> Machine:
         Gpu(p.name, (p.major, p.minor), p.total_memory)
         for p in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     )
-    speeds = []
+    if any(cpu.wants_compiled(dtype) for dtype in LOW):
+        progress("making the CPU's kernels ready")
+        build.prepare()
+    speeds: list[Speed] = []
     for device in ("cpu", *(["cuda"] if gpus else [])):
+        fp32 = None
         for dtype in (torch.float32, *LOW):
             progress(f"measuring {dtype_name(dtype)} on {device}")
-            speeds.append(measure(device, dtype))
+            speed = measure(device, dtype)
+            fp32 = fp32 or speed
+            speeds.append(replace(speed, of_fp32=speed.ours / fp32.ours))
     triton = importlib.metadata.version("triton") if importlib.util.find_spec("triton") is not None else ""
     machine = Machine(
         platform.python_version(), torch.__version__, triton, _cpu_name(), os.cpu_count() or 1, capability.features(),
         gpus, tuple(speeds),
     )  # fmt: skip
-    return Machine(**{**vars(machine), "advice": tuple(advise(machine))})
+    return replace(machine, advice=tuple(advise(machine)))
 
 
 def measure(device: str, dtype: torch.dtype) -> Speed:
-    """Time one product, natively and the way that a compiled graph runs it."""
+    """Time one product, natively and by the kernel that a compiled graph runs; ``build.prepare`` comes before."""
     a = torch.ones(SIZE, SIZE, dtype=dtype, device=device)
     native = _best(lambda: torch.mm(a, a), device)
     if dtype is torch.float32:
         return Speed(device, dtype_name(dtype), native, native, "its own units")
     if device != "cpu":
         return Speed(device, dtype_name(dtype), native, native, "the GPU's units")
-    choice = cpu.choose(dtype, os.environ.get(cpu.SETTING, "auto"))
-    ours = native
-    if choice.wide:
-        ours = _best(lambda: torch.mm(a.float(), a.float()).to(dtype), device)
-    how = "fp32 units between two roundings" if choice.wide else "its own units"
-    return Speed(device, dtype_name(dtype), native, ours, f"{how}: {choice.reason}")
+    if not cpu.runs_wide(dtype):
+        return Speed(device, dtype_name(dtype), native, native, f"its own units: {cpu.reason(dtype)}")
+    ours = _best(lambda: torch.ops.amp.cast_matmul.default(a, a, None, dtype, dtype), device)
+    how = f"fp32 units between two roundings: {cpu.reason(dtype)}"
+    return Speed(device, dtype_name(dtype), native, ours, how, "amp::cast_matmul")
 
 
 def _best(run: Callable[[], object], device: str) -> float:

@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 
-from ..kernels import build
+from ..common.torch_names import is_composite, profiler_config, schema_named
+from ..kernels import registry
 from .recorded_flops import event_flops
 
 # Not exported by name in torch's stubs: the record of one op and of one tensor argument of it.
@@ -86,7 +87,7 @@ def count_casts(fn: Callable[[], object]) -> CastCount:
 
 def _conversions() -> tuple[int, int]:
     """(number, bytes) of whole tensors that the compiled kernels have converted so far; the profiler sees none."""
-    made: tuple[int, int] = torch.ops.amp_cpu.conversions() if build.loaded() else (0, 0)
+    made: tuple[int, int] = torch.ops.amp_cpu.conversions() if registry.loaded() else (0, 0)
     return made
 
 
@@ -190,10 +191,9 @@ class _Record:
 
 
 def _record(fn: Callable[[], object], *, with_stack: bool = False) -> _Record:
-    config = torch._C._profiler._ExperimentalConfig(capture_overload_names=True)
     profile: Any = functools.partial(torch.autograd.profiler.profile, with_stack=with_stack, with_modules=with_stack)
     before = _conversions()
-    with profile(record_shapes=True, use_kineto=True, experimental_config=config) as recorded:
+    with profile(record_shapes=True, use_kineto=True, experimental_config=profiler_config()) as recorded:
         fn()
     number, written = (after - early for after, early in zip(_conversions(), before, strict=True))
     results = recorded.kineto_results
@@ -334,12 +334,11 @@ def _is_wrapper(event: _Event, children: list[_Event]) -> bool:
 @functools.cache
 def _kind(name: str, overload: str) -> str:
     """``"kernel"``, ``"free"`` (a view or an allocation) or ``"composite"`` (look at what it calls)."""
-    try:
-        schema = torch._C._get_schema(name, overload)
-    except RuntimeError:
+    schema = schema_named(name, overload)
+    if schema is None:
         return "composite"  # no op: an autograd node, a user's annotation
     full_name = f"{name}.{overload}" if overload else name
-    if torch._C._dispatch_has_kernel_for_dispatch_key(full_name, "CompositeImplicitAutograd"):
+    if is_composite(full_name):
         return "composite"  # also those that are sometimes a view: to, reshape
     if name.partition("::")[2] in _FREE or any(_is_alias(result) for result in schema.returns):
         return "free"

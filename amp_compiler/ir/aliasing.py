@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from ..common.torch_names import OpOverload, pytree, schema_of
 from .graphs import operands, subgraphs
 from .meta import STATE
 from .schema import is_getitem, is_higher_order, mutated_args, op_name, schema_args, tensor_args
@@ -35,10 +34,10 @@ def alias_classes(graph: fx.Graph) -> dict[fx.Node, int]:
         find(node)
         if is_getitem(node) and isinstance(node.args[0], fx.Node):
             parent[find(node)] = find(node.args[0])
-        elif node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+        elif node.op == "call_function" and isinstance(node.target, OpOverload):
             named = dict(schema_args(node))
             may_return_input = op_name(node) in MAY_RETURN_INPUT
-            for argument in node.target._schema.arguments:
+            for argument in schema_of(node.target).arguments:
                 value = named.get(argument.name)
                 shares = argument.alias_info is not None or (may_return_input and argument.name in ("self", "input"))
                 if shares and isinstance(value, fx.Node):

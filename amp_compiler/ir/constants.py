@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from .. import ir
+from ..common.torch_names import OpOverload, pytree, schema_of, without_dispatch_modes
 
 #: names of float arguments that are values of the result, not settings of the computation (an eps, a momentum)
 VALUE_ARGUMENTS = ("value", "fill_value", "posinf", "neginf", "nan", "threshold", "min_val", "max_val")
@@ -74,9 +74,9 @@ def scalars(node: fx.Node, creation: bool, instead: dict[str, float]) -> list[fl
 
     ``instead``: values of arguments that stand for another number in the low dtype.
     """
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return []
-    kinds = {a.name: str(a.type) for a in node.target._schema.arguments}
+    kinds = {a.name: str(a.type) for a in schema_of(node.target).arguments}
     name_of_op = ir.op_name(node)
     found = []
     for name, value in ir.all_args(node).items():
@@ -112,7 +112,7 @@ def evaluate(
     ``unknown``: nodes that are written to and so have no one value. ``instead(node)``: numbers to use for others.
     """
     known: dict[fx.Node, torch.Tensor] = {}
-    with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
+    with torch.no_grad(), without_dispatch_modes():
         for node in gm.graph.nodes:
             if node in unknown:
                 continue
@@ -129,7 +129,7 @@ def evaluate(
 
 def _is_computable(node: fx.Node, known: dict[fx.Node, torch.Tensor]) -> bool:
     target, value = node.target, ir.tensor_of(node)
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable or value is None:
+    if not isinstance(target, OpOverload) or schema_of(target).is_mutable or value is None:
         return False
     name = ir.op_name(node)
     if name in UNINITIALIZED or "::" in name or torch.Tag.nondeterministic_seeded in target.tags:

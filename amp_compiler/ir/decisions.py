@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from .. import ir
+from ..common.torch_names import OpOverload, pytree, schema_of
 from ..policy import Choice, Rule
 from .meta import Decision, Mode
 
@@ -25,7 +25,8 @@ def cast(
     explicit = names_dtype(node)
     follows = not explicit and dict(ir.schema_args(node)).get("dtype") is not None
     wide = row.fp32_results if row is not None else ()
-    names = [result.name for result in getattr(node.target, "_schema").returns] if wide else []  # noqa: B009
+    returns = schema_of(node.target).returns if wide and isinstance(node.target, OpOverload) else ()
+    names = [result.name for result in returns]
     out = tuple(
         None if v is None
         else dtype if ir.is_eligible(v) and not explicit and not (names and names[place] in wide)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from ..common.torch_names import pytree
 from .meta import CLOSED, ROLE, Role
 from .schema import is_getitem, is_higher_order, op_name
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from ..common.torch_names import HigherOrderOperator, OpOverload, pytree, schema_of
 from .values import tensor_of
 
 #: schema names of arguments whose values an op computes with (as opposed to indices, weights of a norm …)
@@ -19,10 +19,10 @@ OPERANDS = frozenset({"self", "other", "input", "tensors", "min", "max", "src", 
 def op_name(node: fx.Node) -> str:
     """A node's op as people write it: ``linear`` for ATen, ``namespace::name`` for others."""
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        namespace, name = target._schema.name.split("::")
+    if isinstance(target, OpOverload):
+        namespace, name = schema_of(target).name.split("::")
         return name if namespace == "aten" else f"{namespace}::{name}"
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if isinstance(target, HigherOrderOperator):
         return f"higher_order::{target.name()}"
     if callable(target):
         return getattr(target, "__name__", str(target))
@@ -32,15 +32,15 @@ def op_name(node: fx.Node) -> str:
 def overload_name(node: fx.Node) -> str:
     """``conv2d.padding`` or ``linear``: the name with its overload, as the dispatcher lists it."""
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        name = target._schema.name.split("::")[1]
-        return f"{name}.{target._schema.overload_name}" if target._schema.overload_name else name
+    if isinstance(target, OpOverload):
+        name = schema_of(target).name.split("::")[1]
+        return f"{name}.{schema_of(target).overload_name}" if schema_of(target).overload_name else name
     return op_name(node)
 
 
 def is_higher_order(node: fx.Node) -> bool:
     """True for a node whose op takes graphs (cond, checkpoint, a custom autograd function …)."""
-    return node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator)
+    return node.op == "call_function" and isinstance(node.target, HigherOrderOperator)
 
 
 def is_getitem(node: fx.Node) -> bool:
@@ -50,8 +50,8 @@ def is_getitem(node: fx.Node) -> bool:
 
 def schema_args(node: fx.Node) -> Iterator[tuple[str, Any]]:
     """(name, value) of each argument given, named by the op's schema (positions where it has none)."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        names = [a.name for a in node.target._schema.arguments]
+    if isinstance(node.target, OpOverload):
+        names = [a.name for a in schema_of(node.target).arguments]
     else:
         names = [str(i) for i in range(len(node.args))]
     yield from zip(names, node.args, strict=False)
@@ -61,8 +61,8 @@ def schema_args(node: fx.Node) -> Iterator[tuple[str, Any]]:
 def all_args(node: fx.Node) -> dict[str, Any]:
     """Every argument of a node by its schema name, those left at their default included."""
     named = dict(schema_args(node))
-    if isinstance(node.target, torch._ops.OpOverload):
-        for argument in node.target._schema.arguments:
+    if isinstance(node.target, OpOverload):
+        for argument in schema_of(node.target).arguments:
             if argument.has_default_value():
                 named.setdefault(argument.name, argument.default_value)
     return named
@@ -82,10 +82,10 @@ def tensor_args(node: fx.Node) -> Iterator[tuple[str, fx.Node]]:
 
 def mutated_args(node: fx.Node) -> frozenset[str]:
     """Names of the arguments that a node writes to."""
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+    if not isinstance(node.target, OpOverload) or not schema_of(node.target).is_mutable:
         return frozenset()
     return frozenset(
-        a.name for a in node.target._schema.arguments if a.alias_info is not None and a.alias_info.is_write
+        a.name for a in schema_of(node.target).arguments if a.alias_info is not None and a.alias_info.is_write
     )
 
 

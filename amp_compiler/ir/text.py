@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from ..common.torch_names import pytree
 from .casts import cast_dtype, cast_source, is_cast
 from .graphs import all_graphs
 from .meta import decision

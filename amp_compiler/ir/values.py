@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from ..common.torch_names import pytree
 from .meta import CONSTANT, META
 
 DTYPE_NAMES = {

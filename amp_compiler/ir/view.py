@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from .. import ir
+from ..common.torch_names import HigherOrderOperator, OpOverload, schema_of
 from ..policy import Rule, dtype_name
 from .flops import node_flops
 from .provenance import in_backward, sequence_number, traced_from
@@ -269,9 +270,9 @@ def _kind(node: fx.Node) -> str:
 
 def _is_view(node: fx.Node) -> bool:
     """Whether an op gives back the memory of its input."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return False
-    returns = node.target._schema.returns
+    returns = schema_of(node.target).returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
@@ -339,9 +340,9 @@ def _code(node: fx.Node) -> str:
 
 
 def _callee(target: Any) -> str:
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return f"torch.ops.{target}"
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if isinstance(target, HigherOrderOperator):
         return f"torch.ops.higher_order.{target.name()}"
     return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}".lstrip(".")
 

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from .. import ir
+from ..common.torch_names import OpOverload, schema_of
 from ..policy import dtype_name
 from ..policy.ops.names import find_row
 from ..policy.ops.row import OpClass
@@ -129,9 +130,9 @@ def drop_unread(graph: fx.Graph, weights: Weights) -> bool:
 
 def moves(node: fx.Node) -> bool:
     """True for an op that moves or selects the values of its one float argument, so that rounding commutes with it."""
-    if node.op != "call_function" or ir.is_cast(node) or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or ir.is_cast(node) or not isinstance(node.target, OpOverload):
         return False
-    if node.target._schema.is_mutable or node.target.namespace != "aten" or ir.has_integer_operand(node):
+    if schema_of(node.target).is_mutable or node.target.namespace != "aten" or ir.has_integer_operand(node):
         return False
     row, result = find_row(ir.op_name(node)), ir.tensor_of(node)
     if row is None or row.cls is not OpClass.EXACT or result is None or not result.dtype.is_floating_point:
@@ -149,8 +150,8 @@ def float_args(node: fx.Node) -> list[fx.Node]:
 
 def _numbers(node: fx.Node) -> bool:
     """Whether a number other than an index or a size takes part (a fill value, a clamp's limit)."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    kinds = {a.name: str(a.type) for a in node.target._schema.arguments}
+    assert isinstance(node.target, OpOverload)
+    kinds = {a.name: str(a.type) for a in schema_of(node.target).arguments}
     given = [(kinds.get(name, ""), value) for name, value in ir.schema_args(node) if value is not None]
     return any(isinstance(value, float) or kind in ("number", "Optional[number]") for kind, value in given)
 

@@ -32,9 +32,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from .. import ir
+from ..common.torch_names import OpOverload, pytree
 from ..policy import Choice, Policy, Rule
 from ..policy.ops.row import OpClass
 from .meta import Because, Decision
@@ -125,7 +125,7 @@ def _reduces_to_scalar(node: fx.Node, args: Sequence[fx.Node]) -> bool:
 def _reads_no_value(node: fx.Node) -> bool:
     """True for ``zeros_like``, ``new_full``, ``randn_like``: they take a shape from their input, or draw numbers."""
     name, target = ir.op_name(node), node.target
-    random = isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+    random = isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
     return random or name.endswith("_like") or name.startswith("new_")
 
 

@@ -31,6 +31,7 @@ import torch
 
 from ..common.errors import ArgumentError, PolicyError
 from ..common.files import why_not_written
+from ..common.torch_names import schemas_of
 from . import toml
 from .dtypes import check_low_dtype, default_dtype, dtype_name, precision_dtype
 from .levels import DEFAULT_LEVEL, LEVELS, Level, check_level
@@ -304,7 +305,7 @@ def _frozen(value: Any) -> Any:
 
 def _check_argument(name: str, argument: str) -> None:
     namespace, _, short = name.rpartition("::")
-    schemas = torch._C._jit_get_schemas_for_operator(f"{namespace or 'aten'}::{short}")
+    schemas = schemas_of(f"{namespace or 'aten'}::{short}")
     known = sorted({a.name for s in schemas for a in s.arguments})
     if schemas and argument not in known:
         raise PolicyError(f"'{name}' has no argument {argument!r}; it has {', '.join(known)}.")

@@ -36,6 +36,8 @@ class Context:
     weights: Weights | None = None
     #: who runs the graph: "eager" or "inductor"
     backend: str = "eager"
+    #: verify by running every op again on fakes, whatever ``AMP_VERIFY`` says: for graphs that are shown
+    deep: bool = False
     #: what passes want the user to know; the caller warns and puts it into the report
     notes: list[str] = field(default_factory=list)
 

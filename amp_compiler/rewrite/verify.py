@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from .. import ir
 from ..common.errors import VerifyError
+from ..common.torch_names import pytree
 from ..ir import Mode
 from ..ir.nesting import policy_at
 from ..ir.weights import moves
@@ -41,7 +41,7 @@ def verify(
         _well_formed(inner, where)
         for fact in facts:
             CHECKS[fact](inner, ctx, where)
-    wanted = deep_by_default() if deep is None else deep
+    wanted = (ctx.deep or deep_by_default()) if deep is None else deep
     if not wanted or not {"cast", "folded", "batched", "fused", "lowered", "viewed"} & set(facts):
         return False
     _repropagate(gm, after)

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from .. import ir
-from ..capture import dynamo
+from ..capture import dynamo, effects
 from ..common.errors import AmpError, AmpWarning, ArgumentError, BannedOpError, CaptureError, PolicyError
 from ..common.logs import log
 from ..inspect.report import Report, Row, build_report, cast_totals, graph_rows, kernel_counts
@@ -35,6 +35,7 @@ from ..rewrite.base import Context
 from ..rewrite.pipeline import Record, record
 from ..rewrite.verify import deep_by_default, verify
 from .outside import Uncaptured, suspended
+from .prepare import prepare_kernels
 from .work import Work, measure, named, unchanged
 
 BACKENDS = ("auto", "eager", "inductor")
@@ -299,7 +300,7 @@ class Backend:
         modules = modules_of(self.target)
         paths = paths_of(self.target)
         graph = lower(gm, example_inputs, self.options.policy, paths)
-        graph.meta[ir.STATE] = dynamo.kept_values(gm, example_inputs)
+        graph.meta[ir.STATE] = effects.kept_values(gm, example_inputs)
         self.mark_wide(gm, graph, example_inputs)
         marked = marked_modules(modules)
         alone = self.state.running.inherited
@@ -339,7 +340,7 @@ class Backend:
                 if why := self.state.handed.why(value):
                     place.meta[ir.WIDE] = why
                 if not self.options.fullgraph:
-                    dynamo.guard_input(gm, number, self.state.handed.why)
+                    effects.guard_input(gm, number, self.state.handed.why)
 
     def around(self, gm: fx.GraphModule) -> tuple[str, torch.dtype | None] | None:
         """A region of the model's code that is not in the graph: Dynamo runs it as plain Python, because the graph
@@ -357,7 +358,8 @@ class Backend:
 
     def twin(self, gm: fx.GraphModule, paths: dict[int, str]) -> fx.GraphModule | None:
         """The same frame in the low dtype, if its code can depend on dtypes (``capture/twin.py``)."""
-        from ..capture.twin import may_depend_on_dtype, twin_of_frame
+        from ..capture.dtype_reads import may_depend_on_dtype
+        from ..capture.twin import twin_of_frame
 
         untouched = not self.options.policy.rewrites and not has_parts(gm)
         if untouched or "mark_dtype_origin" in self.options.disable_passes:
@@ -382,6 +384,7 @@ class Backend:
 
         def joint(differentiated: fx.GraphModule, kind: str) -> None:
             chosen = steps.joint if kind == "joint" else steps.inference
+            prepare_kernels(differentiated, self.options.policy, self.options.disable_passes)
             chosen.run(differentiated, ctx, self.state.history, graph=kind)
             piece.casts, piece.kernels = cast_totals(differentiated), kernel_counts(differentiated)
 

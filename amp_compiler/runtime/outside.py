@@ -176,7 +176,7 @@ class _Layer:
 
 
 class Uncaptured:
-    """In charge of all code of one compiled model that is not captured (``capture.frames.Outside``)."""
+    """In charge of all code of one compiled model that is not captured (``capture.trampolines.Outside``)."""
 
     def __init__(self, target: Any, options: Options, state: State, backend: Backend) -> None:
         self.target, self.options, self.state, self.backend = target, options, state, backend
@@ -213,7 +213,7 @@ class Uncaptured:
         self._dynamic, self.over_limit = True, False
         self._layers.clear()
 
-    # ---------------------------------------------------------------------------------- frames.Outside
+    # ---------------------------------------------------------------------------------- trampolines.Outside
 
     def is_plain(self) -> bool:
         return _HERE.region is not None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..common.errors import CheckpointError
+from ..common.torch_names import loads_by_itself
 from ..policy import dtype_name
 from .window import rng_state, set_rng_state
 
@@ -125,13 +126,7 @@ def _copy_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _loads_by_itself(module: nn.Module) -> bool:
-    return any(
-        type(m)._load_from_state_dict is not nn.Module._load_from_state_dict
-        or type(m).set_extra_state is not nn.Module.set_extra_state
-        or m._load_state_dict_pre_hooks
-        or m._load_state_dict_post_hooks
-        for m in module.modules()
-    )
+    return any(loads_by_itself(m) for m in module.modules())
 
 
 def _classes(step: TrainStep) -> dict[str, str]:

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ..capture.dynamo import RECOMPILE_LIMIT_REACHED
 from ..capture.remedies import Reason, remedy
 from ..common.errors import PipelineError, VerifyError
+from ..common.torch_names import pytree
 from .owner import Owner
 from .rerun import undisturbed
 from .window import Batch

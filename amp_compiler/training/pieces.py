@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..common.torch_names import no_autocast
 from ..kernels.unscale import unscale_
 from ..runtime.backend import Backend, Captured, Options, State
 from .owner import Owner
@@ -57,7 +58,7 @@ class Pieces:
             window.release(parameters)
             if window.done == 0:
                 before = [None] * len(parameters)
-            with torch._C._DisableAutocast():
+            with no_autocast():
                 scaled = loss if window.scale is None else loss * window.scale
                 (scaled / window.size if window.size > 1 else scaled).backward()
             new = [(p, p.grad) for p in parameters if p.grad is not None]

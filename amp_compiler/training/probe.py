@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from .. import ir
+from ..common.torch_names import OpOverload, pytree
 
 #: ops that put a number where a mask says: an infinite one is meant
 _MARKERS = frozenset(
@@ -201,7 +201,7 @@ def _masks(value: Any) -> bool:
 def alone_is_finite(seen: Seen, dtype: torch.dtype | None, phase: str) -> bool | None:
     """Run one op by itself, with floats in ``dtype`` (None: as they were), in the backward with the gradient that it
     got: is all that it gives finite? None if it cannot be run so."""
-    if not isinstance(seen.node.target, torch._ops.OpOverload):
+    if not isinstance(seen.node.target, OpOverload):
         return None
 
     def own(value: Any) -> Any:

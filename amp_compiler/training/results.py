@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ..common.errors import ArgumentError
+from ..common.torch_names import pytree
 from ..policy import dtype_name
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..common.errors import AmpWarning, ArgumentError, ScalerError
+from ..common.torch_names import amp_update_scale_
 from ..kernels import all_finite as finite_kernel
 from ..kernels import unscale as unscale_kernel
 from . import scaler_checks as checks
@@ -529,7 +530,7 @@ class DynamicLossScaler(LossScaler):
             # An overflow that is put up with: torch's update counts from -1 to 0 and leaves the scale alone.
             finite.masked_fill_(overflow, -1)
             overflows.masked_fill_(too_many != 0, 0)
-        torch._amp_update_scale_(
+        amp_update_scale_(
             scale, finite, too_many, self._growth_factor, self._backoff_factor, self._growth_interval
         )
         self._clamp(scale)

@@ -11,16 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from .. import ir
 from ..capture.autodiff import compile_joint, copy_graph, decompositions_for, joint_graph
-from ..capture.dynamo import assigned_attributes, input_sources
+from ..capture.effects import assigned_attributes, input_sources
 from ..common.errors import CaptureError
+from ..common.torch_names import foreach_copy_, no_autocast, pytree
 from ..inspect.report import cast_totals, graph_rows, kernel_counts
 from ..passes import order
 from ..rewrite.base import Context
 from ..runtime.backend import Backend, Options, Piece, State, resolve_backend
+from ..runtime.prepare import prepare_kernels
 from .owner import Owner
 from .probe import Probe
 from .results import check_loss
@@ -70,6 +71,7 @@ class WholeStep(Backend):
             off += ["accumulate_in_place", "unscale_in_place"]
         steps = order.build(off, backend, accumulating=self.window.size > 1)
         ctx = Context(self.options.policy, self.options.keep_output_dtypes, backend=backend)
+        prepare_kernels(joint, self.options.policy, off)
         steps.step.run(joint, ctx, self.state.history, graph="joint")
         if self.window.scale is None:
             _own_gradients(joint)
@@ -153,7 +155,7 @@ class StepGraph:
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         window = self.window
-        with torch.no_grad(), torch._C._DisableAutocast():
+        with torch.no_grad(), no_autocast():
             if window.done == 0:
                 window.release(self.owner.parameters())
             window.begin_sums([args[index] for index in self.sums])
@@ -203,7 +205,7 @@ class StepGraph:
                 self.window.found = result
         self.window.add(parameters, gradients)
         if written:
-            torch._foreach_copy_(written, values)
+            foreach_copy_(written, values)
         return outputs
 
 

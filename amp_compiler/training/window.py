@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from ..common.torch_names import foreach_add_, foreach_mul_, foreach_zero_, pytree
 
 
 @dataclass
@@ -116,7 +117,7 @@ class Window:
         for parameter in new:
             parameter.grad = torch.empty_like(parameter)
         if new:
-            torch._foreach_zero_([p.grad for p in new if p.grad is not None])
+            foreach_zero_([p.grad for p in new if p.grad is not None])
 
     def add(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Take over the gradients of one micro-batch, unscaled."""
@@ -131,7 +132,7 @@ class Window:
             else:
                 parameter.grad = parameter.grad + gradient
         if sums:
-            torch._foreach_add_(sums, parts)
+            foreach_add_(sums, parts)
 
     def hold(self, attributes: Iterable[tuple[dict[str, Any], str]]) -> None:
         """Remember what attributes hold that a micro-batch may assign to."""
@@ -172,7 +173,7 @@ def multiply_(tensors: Sequence[Tensor], factor: Any) -> None:
     """All of them times a number, in place, sparse ones too."""
     dense = [t for t in tensors if t.layout is torch.strided]
     if dense:
-        torch._foreach_mul_(dense, factor)
+        foreach_mul_(dense, factor)
     for tensor in tensors:
         if tensor.layout is not torch.strided:
             tensor.mul_(factor)

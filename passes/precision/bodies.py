@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from amp_compiler import ir
+from amp_compiler.common.torch_names import pytree
 from amp_compiler.ir import Decision, Mode, decisions
 from amp_compiler.ir.wide import why_wide, wide_outputs
 from amp_compiler.policy import Rule

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch.utils import _pytree as pytree
 
 from amp_compiler import ir
+from amp_compiler.common.torch_names import pytree
 from amp_compiler.ir import Decision, decisions
 from amp_compiler.policy import Rule, dtype_name
 from amp_compiler.policy.ops.row import OpClass

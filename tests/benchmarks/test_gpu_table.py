@@ -12,8 +12,9 @@ from benchmark_helpers import load
 
 pytest.importorskip("triton")
 
-from amp_compiler.kernels.cast_matmul_triton import TARGETS, choose
-from amp_compiler.kernels.check import PRODUCTS, _loads, compile_case, matmul_case
+from amp_compiler.kernels.cast_matmul_configs import TARGETS, choose
+from amp_compiler.kernels.check_cases import PRODUCTS, matmul_case
+from amp_compiler.kernels.check_compile import _loads, compile_case
 
 gpu = load("gpu")
 sizes = st.integers(1, 5000)

@@ -99,7 +99,8 @@ def test_doctor_as_a_process(done: dict[str, Done]) -> None:
     found = json.loads(seen.stdout)
     assert found["torch"] == torch.__version__
     assert [s["dtype"] for s in found["speeds"] if s["device"] == "cpu"] == ["float32", "float16", "bfloat16"]
-    assert all(s["native"] > 0 and s["ours"] > 0 for s in found["speeds"])
+    assert all(s["native"] > 0 and s["ours"] > 0 and s["of_fp32"] > 0 for s in found["speeds"])
+    assert all(s["kernel"] in ("aten::mm", "amp::cast_matmul") for s in found["speeds"])
 
 
 def test_passes_as_a_process_of_its_own(user_folder: Path) -> None:

@@ -11,7 +11,7 @@ from torch.export import Dim
 
 from amp_compiler import convert_model, load_converted
 from amp_compiler.capture.program import foreign_ops
-from amp_compiler.kernels import build
+from amp_compiler.kernels import registry
 from conversion_helpers import snr
 from helpers import BF16, F16, LOW
 from networks import NETWORKS
@@ -33,7 +33,7 @@ def test_kernels_are_used_in_memory_and_never_in_the_artifact(low: torch.dtype, 
     model, x = encoder()
     converted = convert_model(model, (x,), dtype=low)
     with pytest.MonkeyPatch.context() as patch:  # as where there is no compiler
-        patch.setattr(build, "loaded", lambda: False)
+        patch.setattr(registry, "loaded", lambda: False)
         cached = converted(x)
     # two ways to round sums that agree to fp32: as near to fp32 as each other
     assert snr(cached, model(x)) > (30 if low is BF16 else 45)

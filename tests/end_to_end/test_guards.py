@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from amp_compiler import AmpModule, AmpWarning, Policy, amp_compile, ir, precision
 from amp_compiler import compile as compile_
-from amp_compiler.capture import autodiff, dynamo, export, lower, recurrent, twin
+from amp_compiler.capture import autodiff, dynamo, export, higher_order, interpreter, lower, origin, recurrent, twin
 from amp_compiler.common.errors import VerifyError
 from amp_compiler.ir import Decision, Mode, constants, decisions
 from amp_compiler.passes import fold_casts, insert_casts, mark_dtype_origin, normalize, order
@@ -225,7 +225,7 @@ class Tied(nn.Module):
         return self.fc(self.fc(x))
 
 
-@trap("shared weights, dynamo", gives(lower, "_mark_parameters"), front="dynamo")
+@trap("shared weights, dynamo", gives(origin, "mark_parameters"), front="dynamo")
 @trap("shared weights, export", gives(insert_casts, "_is_parameter", False), front="export")
 def shared_weights(front: str) -> None:
     _, gm, _ = through(front, Tied(), normal(2, 4))
@@ -421,8 +421,8 @@ def run_body(target: Any, args: Any, kwargs: Any, interpreter: Any) -> Any:
     return interpreter(args[0]).run(*args[1:])
 
 
-@trap("activation checkpointing", becomes(lower, "_keep_checkpoint", run_body))
-@trap("activation checkpointing: lowered by us", becomes(lower._LoweringInterpreter, "call_function", inline),
+@trap("activation checkpointing", becomes(higher_order, "keep_checkpoint", run_body))
+@trap("activation checkpointing: lowered by us", becomes(interpreter.LoweringInterpreter, "call_function", inline),
       Exception, "_checkpoint_context_fn")  # fmt: skip
 def recomputation() -> None:
     assert saved(Checkpointed(True)) < saved(Checkpointed(False))
@@ -434,13 +434,13 @@ def save_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPol
 
 
 def forget_context(patch: pytest.MonkeyPatch) -> None:
-    real = lower._keep_checkpoint
+    real = higher_order.keep_checkpoint
 
     def keep(target: Any, args: Any, kwargs: Any, interpreter: Any) -> Any:
         args[0].meta.pop("_checkpoint_context_fn", None)
         return real(target, args, kwargs, interpreter)
 
-    patch.setattr(lower, "_keep_checkpoint", keep)
+    patch.setattr(higher_order, "keep_checkpoint", keep)
 
 
 @trap("activation checkpointing: its context", forget_context)
@@ -577,7 +577,7 @@ class Own(torch.autograd.Function):
         return 3 * grad
 
 
-@trap("custom autograd.Function", becomes(lower._LoweringInterpreter, "call_function", inline))
+@trap("custom autograd.Function", becomes(interpreter.LoweringInterpreter, "call_function", inline))
 def custom_function() -> None:
     x = normal(4).requires_grad_()
     compiled(lambda x: Own.apply(x * 2) + x)(x).sum().backward()
@@ -627,7 +627,7 @@ def lstm_like_autocast() -> None:
     assert {r.precision for r in fast.report().rows if r.op in ("linear", "matmul", "mm")} == {"bfloat16"}
 
 
-@trap("fused encoder layer", becomes(dynamo, "_is_for_us", lambda compiler: False))
+@trap("fused encoder layer", becomes(dynamo, "is_handle", lambda compiler: False))
 def fastpath() -> None:
     model = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True).eval()
     fast = compiled(model)
@@ -760,7 +760,7 @@ MARKED: list[tuple[str, Any, str, torch.dtype, str, Removal | None]] = [
     ("a branch", guarded, "O2", F32, "both", gives(Comparison, "doubt")),
     ("a use before the cast", before_and_after, "O2", BF16, "export", gives(Comparison, "rewire")),
     ("a use before the cast", untouched, "O2", BF16, "dynamo",
-     becomes(lower, "_apart", lambda value, proxy, tracer: value)),
+     becomes(interpreter, "_apart", lambda value, proxy, tracer: value)),
     ("whose dtype", followed_back, "auto", F32, "dynamo",
      becomes(twin, "_followed_dtypes", contextlib.nullcontext)),
 ]  # fmt: skip

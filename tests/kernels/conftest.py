@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from amp_compiler.kernels import build
+from amp_compiler.kernels import build, registry
 
 
 @pytest.fixture(scope="module", params=["compiled", "python"])
 def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
     kind: str = request.param
-    built = build.load()
+    built = build.prepare()
     if kind == "compiled":
         if not built.loaded:
             pytest.skip(f"no compiled kernels on this machine: {built.reason}")
@@ -22,9 +22,9 @@ def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
         return
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch tells that a kernel is registered over another
-        patch.setattr(build, "loaded", lambda: False)
+        patch.setattr(registry, "loaded", lambda: False)
         over = torch.library.Library("amp", "IMPL", "CPU")
-        for name, kernel in build._KERNELS.items():
+        for name, kernel in registry._KERNELS.items():
             over.impl(name, kernel)
         yield kind
         over._destroy()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from amp_compiler.kernels import build
+from amp_compiler.kernels import build, registry
 
 
 @pytest.fixture
@@ -21,12 +21,12 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty cache, and a library that is not loaded into this process."""
     monkeypatch.delenv("AMP_LOGS", raising=False)
     monkeypatch.setenv(build.CACHE, str(tmp_path / "cache"))
-    monkeypatch.setattr(build, "_take_over", lambda path: None)
+    monkeypatch.setattr(registry, "take_over", lambda path: None)
     return tmp_path / "cache"
 
 
 def build_again() -> build.Built:
-    return build._load.__wrapped__()
+    return build._prepare.__wrapped__()
 
 
 def fake_compiler(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> None:
@@ -105,8 +105,8 @@ def test_a_library_that_cannot_be_loaded_leaves_the_kernels_in_python(
 ) -> None:
     given_back: list[str] = []
     monkeypatch.setenv(build.CACHE, str(tmp_path / "cache"))
-    monkeypatch.setattr(build, "_REGISTERED", {})
-    monkeypatch.setattr(build, "_register", given_back.append)
+    monkeypatch.setattr(registry, "_REGISTERED", {})
+    monkeypatch.setattr(registry, "_register", given_back.append)
     fake_compiler(monkeypatch, tmp_path, GOOD)
     with pytest.warns(UserWarning, match=r"cannot be loaded.*Delete .*cpu_kernels_\w+\.so, so that"):
         assert not build_again().loaded
@@ -174,15 +174,16 @@ def test_threads_that_come_together_compile_once(
     fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     fake_compiler(monkeypatch, tmp_path, f"sleep 0.2; {GOOD}")
-    monkeypatch.setattr(build, "_load", functools.cache(build._load.__wrapped__))
+    monkeypatch.setattr(build, "_prepare", functools.cache(build._prepare.__wrapped__))
     taken: list[Path] = []
-    monkeypatch.setattr(build, "_take_over", taken.append)
-    threads = [threading.Thread(target=build.load) for _ in range(4)]
+    monkeypatch.setattr(registry, "take_over", taken.append)
+    found: list[build.Built] = []
+    threads = [threading.Thread(target=lambda: found.append(build.prepare())) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert build.loaded()
+    assert [built.loaded for built in found] == [True] * 4
     assert (tmp_path / "runs").read_text() == "run\n"
     assert len(taken) == 1
     assert len(capfd.readouterr().err.splitlines()) == 2

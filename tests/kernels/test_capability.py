@@ -61,8 +61,8 @@ def test_the_kernels_of_an_avx2_machine() -> None:
     """Other tests of this folder, in a process that has AVX2 and nothing newer. ``make test-avx2`` runs them all."""
     if "avx512" not in capability.features():
         pytest.skip("this CPU has no AVX-512, or is told not to use it: all tests run so")
-    if not build.load().loaded:
-        pytest.skip(f"no compiled kernels on this machine: {build.load().reason}")
+    if not build.prepare().loaded:
+        pytest.skip(f"no compiled kernels on this machine: {build.prepare().reason}")
     older = {capability.SETTING: "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
     files = [f"tests/kernels/test_{name}.py" for name in ("cast_matmul", "wide", "unscale", "norm", "lstm")]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", "not zoo",

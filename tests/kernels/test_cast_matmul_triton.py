@@ -24,8 +24,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from amp_compiler.kernels import cast_matmul_triton
-from amp_compiler.kernels.cast_matmul_triton import SHORTEST, STEP, TARGETS, Config, cast_matmul, choose
-from amp_compiler.kernels.check import interpreted
+from amp_compiler.kernels.cast_matmul_configs import SHORTEST, STEP, TARGETS, Config, choose
+from amp_compiler.kernels.cast_matmul_triton import cast_matmul
+from amp_compiler.kernels.interpret import interpreted
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 ANY, LOW = (FP32, FP16, BF16), (FP16, BF16)

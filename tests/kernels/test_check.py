@@ -13,9 +13,12 @@ pytest.importorskip("triton")
 
 from triton.runtime.jit import JITFunction
 
-from amp_compiler.kernels import cast_matmul_triton, check, multi_tensor_triton
-from amp_compiler.kernels.cast_matmul_triton import CONFIGS_SM90, TARGETS, Config
-from amp_compiler.kernels.check import LIMITS, PRODUCTS, Result, cases, compile_case, interpreted, main, matmul_case
+from amp_compiler.kernels import cast_matmul_triton, multi_tensor_triton
+from amp_compiler.kernels.cast_matmul_configs import CONFIGS_SM90, TARGETS, Config
+from amp_compiler.kernels.check import main
+from amp_compiler.kernels.check_cases import LIMITS, PRODUCTS, cases, matmul_case, unscale_case
+from amp_compiler.kernels.check_compile import Result, compile_case
+from amp_compiler.kernels.interpret import interpreted
 
 COMMAND = (sys.executable, "-m", "amp_compiler.kernels.check")
 PLAIN = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -76,7 +79,7 @@ def test_wide_loads() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton, "compile", spy)
         for aligned in (True, False):
-            compile_case(check.unscale_case("sm_80", "fp32", "fp32", True, aligned))
+            compile_case(unscale_case("sm_80", "fp32", "fp32", True, aligned))
     assert ["ld.global.v4" in text for text in seen] == [True, False]
 
 

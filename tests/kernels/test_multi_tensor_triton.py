@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 from amp_compiler.kernels import multi_tensor_triton
 from amp_compiler.kernels.all_finite import reference as all_finite_reference
-from amp_compiler.kernels.check import interpreted
+from amp_compiler.kernels.interpret import interpreted
 from amp_compiler.kernels.multi_tensor_triton import BLOCK, CHUNK, SUPPORTED, non_finite, unscale, unscale_
 from amp_compiler.kernels.unscale import reference as unscale_reference
 

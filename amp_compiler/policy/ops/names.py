@@ -7,9 +7,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from ...common.errors import UnknownOpError
+from ...common.torch_names import OpOverload, OpOverloadPacket, schema_of, schemas_of
 from .row import Row
 from .table import ALIASES, ROWS
 
@@ -61,9 +60,9 @@ def canonical(op: OpLike) -> str:
     """
     if type(op).__name__ == "CustomOpDef":  # what torch.library.custom_op gives
         op = getattr(op, "_opoverload")  # noqa: B009 (no public name leads to it)
-    if isinstance(op, torch._ops.OpOverload):
-        return _known(_from_qualified(op._schema.name), op)
-    if isinstance(op, torch._ops.OpOverloadPacket):
+    if isinstance(op, OpOverload):
+        return _known(_from_qualified(schema_of(op).name), op)
+    if isinstance(op, OpOverloadPacket):
         return _known(_from_qualified(op._qualified_op_name), op)
     if isinstance(op, str):
         return _known(_from_qualified(op), op)
@@ -89,7 +88,7 @@ def _from_qualified(text: str) -> str:
 
 
 def _exists(namespace: str, name: str) -> bool:
-    return bool(torch._C._jit_get_schemas_for_operator(f"{namespace}::{name}"))
+    return bool(schemas_of(f"{namespace}::{name}"))
 
 
 def _known(name: str, given: OpLike) -> str:

@@ -1,0 +1,91 @@
+"""The frame that Dynamo is compiling: where its inputs come from, and which attributes it assigns to.
+
+torch 2.13 internals: ``_dynamo_source`` of a placeholder, the ``side_effects`` of Dynamo's output graph (its only
+record of assignments) and the guards of the tracing context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..common.torch_names import pytree
+
+
+def input_sources(gm: fx.GraphModule) -> list[str]:
+    """Where each input of a graph comes from, in Dynamo's words: ``L['args'][0]``, ``L['model']._buffers['mean']``."""
+    found = []
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            source = getattr(node, "_dynamo_source", None)
+            text = str(node.target) if source is None else source.name
+            found.append(text() if callable(text) else str(text))
+    return found
+
+
+def guard_input(gm: fx.GraphModule, number: int, fact: Callable[[Any], Any]) -> None:
+    """Compile the frame again when an input comes for which ``fact(value)`` is not as true as it is now.
+
+    torch 2.13 internals: a guard in the tracing context becomes a check of the compiled frame, if it is there before
+    the backend returns; no public way leads to a check of one's own.
+    """
+    node = [n for n in gm.graph.nodes if n.op == "placeholder"][number]
+    source, context = getattr(node, "_dynamo_source", None), torch._guards.TracingContext.try_get()
+    if source is None or context is None:
+        return
+
+    def create(builder: Any, guard: Any) -> None:
+        expected = bool(fact(builder.get(guard)))
+        builder.get_guard_manager(guard).add_lambda_guard(
+            lambda value: bool(fact(value)) is expected, [f"wide({source.name}) is {expected}"], guard.user_stack
+        )
+
+    context.guards_context.dynamo_guards.add(source.make_guard(create))
+
+
+def _assigned() -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """(dictionary, key, Dynamo's value) of each attribute that holds a tensor after the code that is being compiled
+    has run. Buffers of modules are items of dictionaries; what else a module or object holds is a stored attribute."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.variables import LazyVariableTracker, TensorVariable
+
+    try:
+        effects = InstructionTranslator.current_tx().output.side_effects
+    except AttributeError:  # the graph came another way
+        return
+    for variable, attributes in effects.store_attr_mutations.items():
+        holder = getattr(getattr(variable, "value", None), "__dict__", None)
+        for name, value in attributes.items():
+            touched = type(value) is not LazyVariableTracker and isinstance(value, TensorVariable)
+            if isinstance(holder, dict) and touched:
+                yield holder, name, value
+    kept: list[Any] = effects.keepalive
+    for holder in kept:
+        items = getattr(effects.id_to_variable.get(id(holder)), "items", None)
+        for key, value in items.items() if isinstance(holder, dict) and isinstance(items, dict) else ():
+            if type(value) is LazyVariableTracker:
+                continue  # not touched; asking a lazy value for anything would add an input to the graph
+            if isinstance(value, TensorVariable) and key.vt.is_python_constant():
+                yield holder, key.vt.as_python_constant(), value
+
+
+def kept_values(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[tuple[int, int]]:
+    """(output, input) positions where the model's code assigns a new tensor to an attribute that held the input
+    (``self.steps = self.steps + 1``). Only Dynamo's record of side effects tells these from other outputs."""
+    last = next(iter(reversed(gm.graph.nodes)))
+    outputs = pytree.tree_leaves(last.args[0])
+    found = []
+    for holder, key, value in _assigned():
+        old = holder.get(key)
+        places = [i for i, x in enumerate(example_inputs) if x is old] if isinstance(old, torch.Tensor) else []
+        if (node := value.as_proxy().node) in outputs and places:
+            found.append((outputs.index(node), places[0]))
+    return found
+
+
+def assigned_attributes() -> list[tuple[dict[str, Any], str]]:
+    """(dictionary, key) of each attribute that may hold another tensor when the code that is being compiled has run."""
+    return [(holder, key) for holder, key, _ in _assigned()]

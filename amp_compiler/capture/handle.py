@@ -1,0 +1,92 @@
+"""A backend as Dynamo may hold it: Dynamo keeps what it is given until the process ends, and must not keep a model."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from types import CodeType
+from typing import Any, Protocol
+
+from torch import fx
+
+
+class Backend(Protocol):
+    """Makes a callable of each graph that Dynamo captures."""
+
+    handle: Handle | None
+    #: what Dynamo was given -> what it runs
+    runs: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] | None
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any: ...
+
+
+class Handle:
+    """A backend as Dynamo knows it: Dynamo keeps every backend, and what a backend gives it, until the process ends,
+    and must not keep a model, an optimizer or a graph by that. The owner of ``backend`` decides how long these live.
+
+    torch 2.13 internals: ``eval_frame.cached_backends`` holds backends. The entry for a compiled frame in the cache of
+    its code object holds new code, which owns the compiled function in the module's globals; ``orig_code_map`` leads
+    from the new code back to the old one, so that neither is ever freed. ``ExtraState.invalidate`` is what Dynamo calls
+    itself when an object dies that an entry has guards on.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = weakref.ref(backend)
+        self._codes: dict[int, weakref.ref[CodeType]] = {}
+        self.__name__ = "amp_compiler"
+        weakref.finalize(backend, _DEAD.append, self).atexit = False
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        backend = self._backend()
+        if backend is None:
+            return gm.forward
+        run = backend(gm, example_inputs)
+        found = weakref.ref(run)
+
+        def call(*args: Any) -> Any:
+            run = found()
+            assert run is not None  # who calls this owns the backend
+            return run(*args)
+
+        assert backend.runs is not None
+        backend.runs[call] = run
+        return call
+
+    def compiles(self, code: CodeType) -> None:
+        """Remember code whose cache may hold an entry for this backend."""
+        if id(code) not in self._codes:
+            self._codes[id(code)] = weakref.ref(code)
+
+    def clear_caches(self) -> None:
+        """Take what Dynamo holds for a backend that is gone out of its caches."""
+        from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+        from torch._dynamo import eval_frame
+        from torch._dynamo.guards import DeletedGuardManagerWrapper
+
+        for code in filter(None, (known() for known in self._codes.values())):
+            for entry in _debug_get_cache_entry_list(code):
+                manager: Any = entry.guard_manager
+                ours = entry.backend is not None and eval_frame.innermost_backend(entry.backend) is self
+                if ours and manager.extra_state is not None:
+                    manager.extra_state.invalidate(entry, DeletedGuardManagerWrapper("the compiled model is gone"))
+                    # finalizers of classes and functions that it had guards on hold the rest of it
+                    manager.__dict__ = {"cache_entry": None, "extra_state": None}
+        eval_frame.cached_backends.pop(id(self), None)
+
+
+#: handles of backends that are gone. Their caches are cleared when the next model is compiled: at the moment of a death
+#: Dynamo may be at work on the very same caches, in C++
+_DEAD: list[Handle] = []
+
+
+def clear_dead() -> None:
+    """Take what Dynamo holds for backends that are gone out of its caches."""
+    while _DEAD:
+        _DEAD.pop().clear_caches()
+
+
+def is_handle(compiler: Any) -> bool:
+    """True if a function that Dynamo compiles with is a backend of ours, or wraps one."""
+    from torch._dynamo.eval_frame import innermost_backend
+
+    return isinstance(innermost_backend(compiler), Handle)
