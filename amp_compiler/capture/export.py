@@ -74,19 +74,22 @@ def capture_export(
 
 @contextlib.contextmanager
 def _traceable(model: nn.Module, inference: bool) -> Iterator[nn.Module]:
-    """A copy of the model that shares its tensors; the model itself if it cannot be copied, in its old modes after."""
+    """A copy of the model that shares its tensors; if it cannot be copied, the model itself, put back afterwards."""
     try:
         traced = sharing_copy(model)
     except Exception:  # the user's objects may refuse it: a lock, a generator, a tensor that is not a leaf
         traced = model
-    training = [module for module in traced.modules() if module.training] if inference else []
-    for module in training:
-        module.training = False
+    before = [(module, dict(vars(module))) for module in model.modules()] if traced is model else []
+    if inference:
+        for module in traced.modules():
+            module.training = False
     try:
         yield traced
     finally:
-        for module in training:
-            module.training = True
+        for module, attributes in before:  # torch 2.13 leaves copies of lists and tuples behind
+            vars(module).update(attributes)
+            for name in vars(module).keys() - attributes.keys():
+                del vars(module)[name]
 
 
 def _capture(

@@ -18,6 +18,7 @@ from ..common.files import write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from torch import nn
 
     from ..inspection import Inspection
     from ..policy import Policy
@@ -212,6 +213,17 @@ class Request:
         return asked.policy_for(model)
 
 
+@contextlib.contextmanager
+def eval_mode(model: nn.Module) -> Iterator[nn.Module]:
+    """The model in eval mode, and afterwards each of its modules in the mode that it had."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        yield model.eval()
+    finally:
+        for module in training:
+            module.training = True
+
+
 def inspect(request: Request, quiet: bool) -> Inspection:
     """Capture what the request names; see ``amp_compiler.inspection``."""
     with contextlib.ExitStack() as stack:
@@ -241,7 +253,7 @@ def inspect(request: Request, quiet: bool) -> Inspection:
             return inspect_converted(loaded.converted, graph=request.graph, target=request.target, progress=tell)
         assert loaded.model is not None
         if request.graph != "joint":
-            loaded.model.eval()
+            stack.enter_context(eval_mode(loaded.model))
         return inspect_model(
             loaded.model, loaded.args, loaded.kwargs, policy=request.policy_for(loaded.model), graph=request.graph,
             capture=request.capture, dynamic_shapes=loaded.dynamic_shapes, disable_passes=request.disable,

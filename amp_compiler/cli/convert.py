@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from pathlib import Path
@@ -56,7 +57,7 @@ def run(
         if path is not None:
             check_folder(path)
     request = c.Request(target, inputs, level, dtype, policy, low, fp32, exclude, disable=tuple(disable))
-    with c.progress(quiet) as tell:
+    with c.progress(quiet) as tell, contextlib.ExitStack() as stack:
         tell("loading torch")
         from ..conversion.convert import convert_model
         from ..inspection import check_call
@@ -66,7 +67,7 @@ def run(
         loaded = load(target, inputs)
         if loaded.model is None:
             raise ArgumentError(f"{target} is a saved program already: give the model that it was made of.")
-        model = loaded.model.eval()
+        model = stack.enter_context(c.eval_mode(loaded.model))
         tell("converting")
         chosen = request.policy_for(model)
         check_call(model, loaded.args, loaded.kwargs)
