@@ -25,7 +25,7 @@ from amp_compiler.kernels import build, registry
 from amp_compiler.kernels import cast_matmul as _defines  # noqa: F401
 from amp_compiler.kernels.all_finite import all_finite
 from amp_compiler.kernels.unscale import unscale_
-from amp_compiler.kernels.wide import wide_form
+from amp_compiler.kernels.wide import FORMS
 from harness import (
     DTYPES,
     Ratio,
@@ -98,7 +98,7 @@ def three(
     op: Callable[..., object], dtype: torch.dtype, tensors: tuple[Tensor, ...], rest: tuple[object, ...]
 ) -> Runs:
     low = tuple(t.to(dtype) for t in tensors)
-    form = wide_form(op)
+    form = FORMS[op]
     slow = in_python(form._schema.name.partition("::")[2])
     return {
         "fp32": lambda: op(*tensors, *rest), "native": lambda: op(*low, *rest), "ours": lambda: form(*low, *rest),

@@ -31,11 +31,6 @@ LOW = (torch.float16, torch.bfloat16)
 _LIBRARY = torch.library.Library("amp", "FRAGMENT")
 
 
-def wide_form(op: Any) -> Any:
-    """The wide op for an ATen op, or None."""
-    return _WIDE.get(op)
-
-
 def _define(op: Any) -> Any:
     name = f"wide_{schema_of(op).name.removeprefix('aten::').lstrip('_')}"
     schema = str(schema_of(op))
@@ -62,5 +57,6 @@ def _runner(op: Any) -> Callable[..., Any]:
 
 
 _IN_PYTHON: list[tuple[str, Callable[..., Any]]] = []
-_WIDE = {op: _define(op) for op in OPS}
+#: ATen op -> its wide form
+FORMS = {op: _define(op) for op in OPS}
 registry.in_python(_IN_PYTHON)

@@ -27,14 +27,15 @@ import torch
 
 from ..common.torch_names import is_composite, profiler_config, schema_named
 from ..kernels import registry
+from ..kernels.lowering import STANDS_FOR
 from .recorded_flops import event_flops
 
 # Not exported by name in torch's stubs: the record of one op and of one tensor argument of it.
 _Event = Any
 _Tensor = Any
 
-#: how the names of kernels begin that convert what they read in scratch memory of their own
-KERNELS = ("amp::cast_matmul", "amp::wide_", "amp::lstm_layer")
+#: kernels that convert what they read in scratch memory of their own
+KERNELS = frozenset({"amp::cast_matmul", *STANDS_FOR})
 _COMPILING = "(dynamo_timed)"  # how Dynamo ends the names of the phases of a compilation
 _HANDED_ON = ("PythonDispatchMode", "PythonSubclass")  # the op did not run here but below, from Python
 _HALF_TO_FLOAT = ("aten::_softmax", "aten::_log_softmax")  # third argument: read half, write float
@@ -222,7 +223,7 @@ def _casts(record: _Record) -> CastCount:
             outermost = name
         children = event.children
         written = 0 if _is_handed_on(children) else _cast_bytes(name, event)
-        if written and outermost is not None and outermost.startswith(KERNELS):
+        if written and outermost in KERNELS:
             inside.append(written)
             continue
         if written:

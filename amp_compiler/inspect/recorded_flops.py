@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ..kernels.lowering import STANDS_FOR
+
 # The record of one tensor argument (``sizes``, ``dtype``); None or a number for other arguments.
 Argument = Any
 # How torch's profiler writes a dtype that is an argument: by its number in c10::ScalarType.
@@ -24,7 +26,7 @@ def event_flops(name: str, arguments: Sequence[Argument], lists: Sequence[Any]) 
 
     ``arguments`` as the profiler's tree has them, with tensors; ``lists`` the same, with lists of integers.
     """
-    formula = _FORMULAS.get(name)
+    formula = _FORMULAS.get(STANDS_FOR.get(name, name))
     return None if formula is None else formula(arguments, lists)
 
 
@@ -116,8 +118,4 @@ _FORMULAS: dict[str, Formula] = {
     "amp::lstm_layer": _rnn_layer(1, 0, 3),
     "amp::lstm_layer_backward": _rnn_layer(2, 3, 6),
     "amp::cast_matmul": _cast_product,
-    "amp::wide_convolution": _convolution,
-    "amp::wide_convolution_backward": _convolution_backward,
-    "amp::wide_baddbmm": _product(1),
-    "amp::wide_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
 }

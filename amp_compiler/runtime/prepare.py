@@ -8,13 +8,12 @@ from torch import fx
 
 from .. import ir
 from ..kernels import build, cpu
-from ..kernels.lstm import LAYERS
-from ..kernels.wide import OPS
+from ..kernels.lowering import BY_OP
 from ..passes.fuse_cast_matmul import PRODUCTS
 from ..policy import Policy
 
 #: ops that passes give kernels of ours to
-_TAKEN = frozenset((*PRODUCTS, *OPS, *LAYERS))
+_TAKEN = frozenset((*PRODUCTS, *BY_OP))
 #: the passes that do so
 _TAKERS = frozenset(("fuse_cast_matmul", "lower_kernels"))
 

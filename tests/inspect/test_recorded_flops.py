@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from amp_compiler import amp_compile
 from amp_compiler.inspect.profile import count_all, count_casts, count_flops, count_ops
 from amp_compiler.kernels import cast_matmul as _defines  # noqa: F401
-from amp_compiler.kernels.wide import wide_form
+from amp_compiler.kernels.wide import FORMS
 from networks import NETWORKS
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -84,7 +84,7 @@ def backward(op: Callable[..., Tensor], *tensors: Tensor) -> Callable[[], None]:
             id="ours, batched",
         ),
         pytest.param(
-            lambda: wide_form(aten.convolution.default)(
+            lambda: FORMS[aten.convolution.default](
                 IMAGE.to(BF16), FILTER.to(BF16), None, [2, 2], [1, 0], [1, 1], False, [0, 0], 1
             ),
             {BF16: 2 * 2 * 6 * 4 * 9 * 20},
@@ -104,7 +104,7 @@ def test_our_backwards_count_like_the_ops_they_replace(dtype: torch.dtype) -> No
     rest = ([6], [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
     q, k, out = (t.to(dtype) for t in (QUERY, KEY, QUERY))
     convolution, attention = (
-        wide_form(op)
+        FORMS[op]
         for op in (
             aten.convolution_backward.default,
             aten._scaled_dot_product_flash_attention_for_cpu_backward.default,

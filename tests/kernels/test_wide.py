@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from amp_compiler.kernels import cpu
-from amp_compiler.kernels.wide import OPS, wide_form
+from amp_compiler.kernels.wide import FORMS, OPS
 
 pytestmark = pytest.mark.usefixtures("implementation")
 aten: Any = torch.ops.aten
@@ -42,7 +42,7 @@ def leaves(result: Any) -> list[Tensor | None]:
 @pytest.mark.parametrize("op", list(OPS), ids=lambda op: op._schema.name.removeprefix("aten::"))
 def test_rounds_fp32s_result_once(op: Any, dtype: torch.dtype) -> None:
     args, kwargs = cases(dtype)[op]
-    got = leaves(wide_form(op)(*args, **kwargs))
+    got = leaves(FORMS[op](*args, **kwargs))
     native = leaves(op(*args, **kwargs))
     floats, named = pytree.tree_map(
         lambda x: x.float() if isinstance(x, Tensor) and x.dtype is dtype else x, (args, kwargs)
@@ -61,7 +61,7 @@ def test_rounds_fp32s_result_once(op: Any, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("op", list(OPS), ids=lambda op: op._schema.name.removeprefix("aten::"))
 def test_torch_itself_finds_nothing_wrong(op: Any) -> None:
     args, kwargs = cases(torch.bfloat16)[op]
-    torch.library.opcheck(wide_form(op), args, kwargs)
+    torch.library.opcheck(FORMS[op], args, kwargs)
 
 
 def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:

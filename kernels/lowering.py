@@ -1,0 +1,49 @@
+"""Kernels that take the place of an ATen op, one row each: ``lower_kernels`` rewrites graphs by this table.
+
+A kernel has the arguments and results of the op that it stands for. To add one, write its file and name its rows in
+``ALL`` below; CONTRIBUTING has an example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from amp_compiler.common.torch_names import OpOverload, schema_of
+
+from . import lstm, wide
+from .cpu import reason, runs_wide
+
+LOW = wide.LOW
+
+
+@dataclass(frozen=True, slots=True)
+class Lowering:
+    """One kernel. ``op``: the ATen op that it stands for. ``kernel``: ours; the op itself where it is one of ours
+    already and is only noted in reports. ``why(values)``: why it runs in place of the op on these (fake) operands, as
+    reports show it; empty where it should not."""
+
+    op: OpOverload
+    kernel: OpOverload
+    why: Callable[[Sequence[Tensor]], str]
+
+
+def computed_in_fp32(values: Sequence[Tensor]) -> str:
+    """For a kernel that computes in fp32 on a CPU whose own low-precision kernels are slower."""
+    low = {v.dtype for v in values if v.dtype in LOW}
+    if len(low) != 1 or any(v.device.type != "cpu" for v in values):
+        return ""
+    dtype = next(iter(low))
+    return f"computed in float32: {reason(dtype)}" if runs_wide(dtype) else ""
+
+
+#: every kernel that stands for an op
+ALL = (
+    *(Lowering(op, kernel, computed_in_fp32) for op, kernel in wide.FORMS.items()),
+    *(Lowering(op, op, computed_in_fp32) for op in lstm.LAYERS),
+)
+BY_OP = {lowering.op: lowering for lowering in ALL}
+#: name of a kernel -> name of the op that it stands for, as the profiler knows them
+STANDS_FOR = {schema_of(row.kernel).name: schema_of(row.op).name for row in ALL}
