@@ -1,0 +1,126 @@
+"""The four recipes of CONTRIBUTING.md, followed to the letter: their files and patches go into a copy of the sources, and
+one Python process uses what they add."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+RECIPES = ("Add an op", "Write a pass", "Add a kernel", "Add a level")
+FOLDERS = ("amp_compiler", "passes", "kernels")
+
+USE = '''
+import torch
+from torch import nn
+from amp_compiler import Policy, amp_compile
+from amp_compiler.passes import order
+from amp_compiler.policy.ops.row import OpClass
+
+# an op: the table has it, and it follows its input
+assert Policy("O2").classify("_chunk_cat").cls is OpClass.EXACT
+class Chunks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+    def forward(self, x):
+        return torch._chunk_cat([self.fc(x), self.fc(x)], 0, 2)
+fast = amp_compile(Chunks(), dtype=torch.bfloat16)
+fast(torch.ones(2, 4))
+assert {row.op: row.precision for row in fast.report().rows}["_chunk_cat"] == "bfloat16", fast.report().full()
+
+# a pass: it runs in its place, and its rewrite is in the graph that runs
+assert "fold_negations" in order.ALL
+fast = amp_compile(lambda x, w: -(-(x @ w)), dtype=torch.bfloat16)
+x, w = torch.randn(4, 4), torch.randn(4, 4)
+with torch.no_grad():
+    result = fast(x, w)
+stages = {stage.name: stage for stage in fast.history}
+assert stages["fold_negations"].modified
+assert "neg" in stages["normalize"].text and "neg" not in fast.history[-1].text
+assert torch.equal(result, (x.bfloat16().float() @ w.bfloat16().float()).bfloat16().float())
+
+# a kernel: it stands for the op, the report says why, and the numbers are the reference's
+fast = amp_compile(nn.Sequential(nn.Linear(8, 8), nn.SiLU()), dtype=torch.bfloat16)
+with torch.no_grad():
+    fast(torch.randn(3, 8))
+assert any(kernel.op == "amp::silu" and "float32" in kernel.reason for kernel in fast.report().kernels), fast.report()
+from amp_compiler.kernels import silu
+x = torch.randn(5, dtype=torch.bfloat16)
+assert torch.equal(torch.ops.amp.silu(x), silu.reference(x))
+torch.library.opcheck(torch.ops.amp.silu.default, (x,))
+
+# a level: one row
+fast = amp_compile(nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1), nn.Tanh()), level="norms", dtype=torch.bfloat16)
+fast(torch.randn(3, 8))
+found = {row.op: row.precision for row in fast.report().rows}
+assert found == {"linear": "bfloat16", "softmax": "bfloat16", "tanh": "float32"}, found
+print("done")
+'''
+
+
+def section(name: str) -> str:
+    found = re.search(rf"^## {name}\n(.*?)(?=^## )", TEXT, re.MULTILINE | re.DOTALL)
+    assert found is not None, name
+    return found[1]
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sources with all four recipes applied."""
+    copy = tmp_path_factory.mktemp("contributing")
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", *FOLDERS],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    for name in listed.stdout.split():
+        if (ROOT / name).exists():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            (copy / name).write_bytes((ROOT / name).read_bytes())
+    for recipe in RECIPES:
+        text = section(recipe)
+        for block in blocks(text, "python"):
+            path, _, code = block.removeprefix("# ").partition("\n")
+            assert not (copy / path).exists(), f"{path} is there already: CONTRIBUTING needs another example"
+            (copy / path).write_text(code, encoding="utf-8")
+        for patch in blocks(text, "diff"):
+            done = subprocess.run(
+                ["git", "apply", "--recount", "--unsafe-paths", "--unidiff-zero", f"--directory={copy}", "-"],
+                input=patch, cwd=copy, capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            assert done.returncode == 0, f"the patch of {recipe!r} does not apply: {done.stderr}\n{patch}"
+    for folder in ("passes", "kernels"):  # as an installed package has them
+        (copy / "amp_compiler" / folder).symlink_to(copy / folder)
+    return copy
+
+
+def test_every_recipe_changes_something() -> None:
+    for recipe in RECIPES:
+        assert blocks(section(recipe), "diff"), recipe
+
+
+def test_the_recipes_work(copy: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(copy), "AMP_VERIFY": "deep", "AMP_CPU_KERNELS": "python"}
+    done = subprocess.run([sys.executable, "-c", USE], cwd=copy, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip() == "done"
+
+
+def test_the_recipes_pass_lint(copy: Path) -> None:
+    new = [path for recipe in RECIPES for b in blocks(section(recipe), "python")
+           for path in [b.removeprefix("# ").partition("\n")[0]]]  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "--config", str(ROOT / "pyproject.toml"), *new],
+        cwd=copy, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
