@@ -52,7 +52,6 @@ from .normalize import Region
 
 #: KEEP ops that hand on the values they get
 MOVES = ("lift_fresh_copy", "lift_fresh", "detach_", "to", "_to_copy", "type_as")
-CASTS = ("to", "_to_copy", "type_as", "prims::convert_element_type")
 #: ops that make a tensor of one value, in a dtype that they name
 FILLS = ("zeros", "ones", "full", "empty", "eye", "scalar_tensor", "empty_strided")
 #: ops that make a tensor of one value, in the dtype of their input
@@ -215,7 +214,7 @@ class _Assign:
             return decisions.selected(node)
         if ir.is_higher_order(node):
             return self.higher_order(node)
-        if name in CASTS:
+        if ir.is_conversion(node):
             return self.author_cast(node)
         if self.memory.is_view(node) and self.policy.autocast_device is None:
             return decisions.as_it_comes(node, "a view of a tensor that is written to: keeps its dtype", "view")
@@ -520,7 +519,11 @@ class _Assign:
                 reason = f"its low-precision kernel needs strides of {choice.row.stride_bytes} bytes: kept in fp32"
                 return decisions.cast(node, torch.float32, reason, "fp32_only", choice)
             if choice.row is not None and choice.row.banned and dtype is torch.float16:
-                raise BannedOpError(f"{name}: {choice.row.banned} At {ir.source_line(node) or node.name}.")
+                where = ir.source_line(node)
+                raise BannedOpError(
+                    f"{name}: {choice.row.banned} At {where or node.name}.", node=node.name, source=where,
+                    hint=choice.row.banned,
+                )  # fmt: skip
             if ir.has_integer_operand(node) and any(map(ir.is_eligible, ir.tensor_outputs(node))):
                 reason = "computes with integers, which the low dtype may not represent: kept in fp32"
                 return decisions.cast(node, torch.float32, reason, "constant", choice)
@@ -599,7 +602,7 @@ class _Assign:
                 why = f"{ir.op_name(node)}, a custom op, writes to it"
             elif value is not None:
                 why = f"the constant {value:g}, written into its result, does not fit {low}"
-            elif self.memory.is_view(node) and ir.op_name(node) in CASTS and self.memory.shows_that_it_is(node):
+            elif self.memory.is_view(node) and ir.is_conversion(node) and self.memory.shows_that_it_is(node):
                 why = f"{node.name} is one tensor with it, and one of the two is written to"
             elif self.memory.is_view(node) and ir.overload_name(node) in DTYPE_VIEWS:
                 why = f"{node.name} looks at its bytes, and they are written to"
@@ -697,10 +700,12 @@ class _Assign:
         if listed.rule in ("white_list", "black_list"):
             return decisions.cast(node, low if listed.cls is OpClass.LOW else torch.float32, listed.reason, listed.rule)
         if overload in lists["banned"]:
+            where = ir.source_line(node)
+            hint = "use binary_cross_entropy_with_logits."
             raise BannedOpError(
-                f"torch.autocast bans {name} on {self.policy.autocast_device}: use "
-                f"binary_cross_entropy_with_logits. At {ir.source_line(node) or node.name}."
-            )
+                f"torch.autocast bans {name} on {self.policy.autocast_device}: {hint} At {where or node.name}.",
+                node=node.name, source=where, hint=hint,
+            )  # fmt: skip
         if overload in lists["low"]:
             return decisions.cast(node, low, "torch.autocast runs it in low precision", "autocast")
         if overload in lists["fp32_set_dtype"]:

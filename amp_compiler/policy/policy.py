@@ -17,9 +17,7 @@ Precedence, the first that applies wins:
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import difflib
 import fnmatch
 import functools
 import json
@@ -33,7 +31,8 @@ from typing import Any
 import torch
 
 from ..common.errors import ArgumentError, PolicyError
-from ..common.files import why_not_written
+from ..common.files import write_text
+from ..common.messages import suggestion
 from .dtypes import check_low_dtype, default_dtype, dtype_name, precision_dtype
 from .levels import check_level
 from .ops import torch_lists
@@ -171,20 +170,7 @@ class Policy:
 
     def to_file(self, path: str | os.PathLike[str]) -> None:
         """Write the policy as TOML; the file is replaced whole or not at all."""
-        target = Path(path)
-        text = self.to_toml()
-        if not target.name:
-            raise PolicyError(f"The policy could not be written to {str(path)!r}: give the path of a file.")
-        scratch = target.with_name(f".{os.getpid()}.amp-policy.tmp")
-        try:
-            scratch.write_text(text, encoding="utf-8")
-            os.replace(scratch, target)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                scratch.unlink(missing_ok=True)
-            raise PolicyError(
-                f"The policy could not be written to {target}: {why_not_written(target, error)}."
-            ) from error
+        write_text(path, self.to_toml(), what="The policy", error=PolicyError)
 
     def to_toml(self) -> str:
         """The policy as TOML text."""
@@ -270,9 +256,8 @@ def _as_list(given: object, what: str) -> list[Any]:
 def _check_keys(where: str, data: Mapping[str, Any], known: tuple[str, ...]) -> None:
     for key in data:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f" Did you mean '{near[0]}'?" if near else f" Known: {', '.join(known)}."
-            raise PolicyError(f"Unknown key '{key}' in {where}.{hint}")
+            hint = suggestion(key, known, otherwise=f"Known: {', '.join(known)}.")
+            raise PolicyError(f"Unknown key '{key}' in {where}.", hint=hint)
 
 
 def _tables(data: Mapping[str, Any], key: str, fields: tuple[str, ...]) -> list[Mapping[str, Any]]:

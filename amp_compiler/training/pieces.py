@@ -9,7 +9,10 @@ import torch
 from torch import Tensor, fx
 
 from ..kernels.unscale import unscale_
-from ..runtime.backend import Backend, Captured, Options, State
+from ..runtime.backend import Backend
+from ..runtime.captured import Captured
+from ..runtime.options import Options
+from ..runtime.state import State
 from .owner import Owner
 from .probe import Probe
 from .results import Answer, check_loss
