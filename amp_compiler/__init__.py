@@ -13,55 +13,70 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .common.compat import check_release
+from .common.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .common.errors import AmpError as AmpError
     from .common.errors import AmpWarning as AmpWarning
     from .common.errors import ArchiveError as ArchiveError
+    from .common.errors import ArgumentError as ArgumentError
+    from .common.errors import BannedOpError as BannedOpError
+    from .common.errors import CaptureError as CaptureError
     from .common.errors import CheckpointError as CheckpointError
+    from .common.errors import DrawingError as DrawingError
+    from .common.errors import PipelineError as PipelineError
+    from .common.errors import PolicyError as PolicyError
     from .common.errors import ScalerError as ScalerError
-    from .compile import AmpModule as AmpModule
+    from .common.errors import UnknownOpError as UnknownOpError
+    from .common.errors import VerifyError as VerifyError
     from .compile import amp_compile as amp_compile
-    from .conversion.archive import load_converted as load_converted
     from .conversion.convert import convert_model as convert_model
     from .conversion.converted import ConvertedModel as ConvertedModel
+    from .conversion.loading import load_converted as load_converted
     from .inspect.profile import count_casts as count_casts
     from .inspect.report import Report as Report
+    from .module import AmpModule as AmpModule
     from .policy import Policy as Policy
     from .policy.scopes import precision as precision
     from .policy.scopes import set_precision as set_precision
+    from .training.finite import all_finite as all_finite
     from .training.results import StepResult as StepResult
     from .training.scalers import DynamicLossScaler as DynamicLossScaler
     from .training.scalers import StaticLossScaler as StaticLossScaler
-    from .training.scalers import all_finite as all_finite
     from .training.step import TrainStep as TrainStep
     from .training.step import compile_train_step as compile_train_step
-
-__version__ = "0.1.0"
 
 check_release()
 
 #: public name -> module that holds it; loaded at first use, so that importing the package stays light
 _PUBLIC = {
     "AmpError": "common.errors",
-    "AmpModule": "compile",
+    "AmpModule": "module",
     "AmpWarning": "common.errors",
     "ArchiveError": "common.errors",
+    "ArgumentError": "common.errors",
+    "BannedOpError": "common.errors",
+    "CaptureError": "common.errors",
     "CheckpointError": "common.errors",
     "ConvertedModel": "conversion.converted",
+    "DrawingError": "common.errors",
     "DynamicLossScaler": "training.scalers",
+    "PipelineError": "common.errors",
     "Policy": "policy",
+    "PolicyError": "common.errors",
     "Report": "inspect.report",
     "ScalerError": "common.errors",
     "StaticLossScaler": "training.scalers",
     "StepResult": "training.results",
     "TrainStep": "training.step",
-    "all_finite": "training.scalers",
+    "UnknownOpError": "common.errors",
+    "VerifyError": "common.errors",
+    "all_finite": "training.finite",
     "amp_compile": "compile",
     "compile_train_step": "training.step",
     "convert_model": "conversion.convert",
     "count_casts": "inspect.profile",
-    "load_converted": "conversion.archive",
+    "load_converted": "conversion.loading",
     "precision": "policy.scopes",
     "set_precision": "policy.scopes",
 }

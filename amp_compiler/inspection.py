@@ -22,10 +22,12 @@ from .capture.autodiff import compile_graph
 from .capture.export import Exported, capture_export, capture_program
 from .common.errors import ArgumentError, CaptureError
 from .common.logs import log
+from .common.messages import first_line
 from .compile import amp_compile
 from .conversion.converted import ConvertedModel
+from .inspect.data import Row
 from .inspect.render.pieces import merge_pieces
-from .inspect.report import Report, Row, build_report, cast_totals, casts_by_module, graph_rows
+from .inspect.report import Report, build_report, cast_totals, casts_by_module, graph_rows
 from .ir.view import GraphView, NodeView
 from .passes import order
 from .policy import Policy
@@ -260,15 +262,10 @@ def check_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
         with torch.no_grad():
             model(*args, **kwargs)
     except Exception as error:  # the user's code may raise anything
-        raise ArgumentError(f"The model cannot be called with these inputs: {_first(error)}") from error
+        raise ArgumentError(f"The model cannot be called with these inputs: {first_line(error, named=True)}") from error
 
 
 def _cause(error: Exception) -> str:
-    return _first(error.__cause__ if isinstance(error.__cause__, Exception) else error)
-
-
-def _first(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return first_line(error.__cause__ if isinstance(error.__cause__, Exception) else error, named=True)
 
 

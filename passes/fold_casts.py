@@ -232,7 +232,7 @@ def _rise(graph: fx.Graph, node: fx.Node, keep: _Keep) -> bool:
             ir.inherit_origin(rounded, node)
         elif rounded > node:
             node.prepend(rounded)  # its source stands before node, so it may too
-            _belongs_with(rounded, node)
+            ir.inherit_placement(rounded, node)
         node.replace_input_with(arg, rounded)
     node.meta["val"] = ir.retype(result, low)
     for user in users:
@@ -245,15 +245,6 @@ def _replaceable(cast: fx.Node, moved: torch.Tensor, keep: _Keep) -> bool:
     """A cast whose readers may read a value with the strides of ``moved`` instead, nobody else's tensor."""
     value = ir.tensor_of(cast)
     return cast not in keep.outputs and cast not in keep.written and value is not None and _same_strides(value, moved)
-
-
-def _belongs_with(moved: fx.Node, node: fx.Node) -> None:
-    """A cast that moved from the backward into the forward is no longer the backward's to the partitioner."""
-    for key in ("partitioner_tag", "recompute", "ac_graph_id"):
-        if key in node.meta:
-            moved.meta[key] = node.meta[key]
-        else:
-            moved.meta.pop(key, None)
 
 
 def _new_cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:

@@ -114,10 +114,7 @@ def _without_cast(graph: fx.Graph, node: fx.Node, cast: fx.Node, product: fx.Nod
     source = _without_cast(graph, node.args[0], cast, product)  # type: ignore[arg-type]
     new = graph.call_function(node.target, (source, *node.args[1:]), node.kwargs)  # type: ignore[arg-type]
     new.meta = {**node.meta, "val": ir.retype(node.meta["val"], torch.float32)}
-    for key in ("partitioner_tag", "recompute", "ac_graph_id"):
-        new.meta.pop(key, None)
-        if key in product.meta:
-            new.meta[key] = product.meta[key]
+    ir.inherit_placement(new, product)
     return new
 
 

@@ -34,7 +34,6 @@ from amp_compiler.policy import dtype_name
 from amp_compiler.rewrite.base import Context, Dialect, Pass
 
 aten = torch.ops.aten
-CASTS = ("to", "_to_copy", "type_as", "prims::convert_element_type")
 #: what a tracer puts behind a constant tensor of the code
 LIFTS = ("lift_fresh_copy", "lift_fresh", "lift")
 #: nodes of a trace that compute nothing
@@ -156,7 +155,7 @@ class _Comparison:
             return known
         mine, other = dict(ir.schema_args(ours)), dict(ir.schema_args(theirs))
         named, low = mine.get("dtype"), other.get("dtype")
-        if ir.op_name(ours) in CASTS:
+        if ir.is_conversion(ours):
             named, low = _result(ours), _result(theirs)
         follows = named is torch.float32 and low is self.low
         numbers = tuple(
@@ -235,7 +234,7 @@ class _Comparison:
 
     def skipped_cast(self, theirs: fx.Node) -> bool:
         """A float cast of the twin's that the graph does not have."""
-        if theirs in self.ours or ir.op_name(theirs) not in CASTS or not theirs.args:
+        if theirs in self.ours or not ir.is_conversion(theirs) or not theirs.args:
             return False
         source = theirs.args[0]
         if not isinstance(source, fx.Node):
@@ -248,7 +247,7 @@ class _Comparison:
 
 def _key(node: fx.Node) -> tuple[str, str, str]:
     name = ir.op_name(node)
-    name = "cast" if name in CASTS else "full" if name in LIFTS else name
+    name = "cast" if ir.is_conversion(node) else "full" if name in LIFTS else name
     name = "detach" if name == "detach_" else name  # the twin is as it was traced, the graph is normalized
     return name, _GENERATED.sub("", node.meta.get("stack_trace") or ""), ir.module_path(node)
 
@@ -275,7 +274,7 @@ def _result(node: fx.Node) -> torch.dtype | None:
 
 def _root(node: fx.Node) -> fx.Node:
     """The value before any cast from fp32 to fp32."""
-    while node.op == "call_function" and ir.op_name(node) in CASTS and isinstance(node.args[0], fx.Node):
+    while ir.is_conversion(node) and isinstance(node.args[0], fx.Node):
         source = node.args[0]
         if _result(source) is not torch.float32 or _result(node) is not torch.float32:
             break

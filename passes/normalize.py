@@ -71,7 +71,7 @@ def _casts(graph: fx.Graph) -> bool:
 
 def _is_plain_cast(node: fx.Node) -> bool:
     """A conversion that changes the dtype and nothing else, in one of its many spellings."""
-    if ir.op_name(node) not in ("to", "_to_copy", "type_as", "prims::convert_element_type"):
+    if not ir.is_conversion(node):
         return False
     named = dict(ir.schema_args(node))
     if named.get("copy") or named.get("memory_format") is not None or named.get("pin_memory"):

@@ -16,11 +16,11 @@ export ─▶ normalize ─▶ mark_dtype_origin ─▶ remove_dropout ─▶ fo
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from amp_compiler.common.errors import ArgumentError
+from amp_compiler.common.messages import suggestion
 from amp_compiler.rewrite.pipeline import Pipeline
 
 from . import (
@@ -100,7 +100,6 @@ def check_names(names: Iterable[str]) -> list[str]:
     given = list(names)
     for name in given:
         if name not in ALL:
-            near = difflib.get_close_matches(str(name), ALL, n=1)
-            hint = f" Did you mean '{near[0]}'?" if near else ""
-            raise ArgumentError(f"Unknown pass {name!r}.{hint} Passes: {', '.join(ALL)}.")
+            hint = f"{suggestion(str(name), ALL)} Passes: {', '.join(ALL)}.".strip()
+            raise ArgumentError(f"Unknown pass {name!r}.", hint=hint)
     return given

@@ -24,9 +24,10 @@ from torch.utils import _pytree as pytree
 
 from amp_compiler import Policy, ir
 from amp_compiler.capture.export import capture_export
-from amp_compiler.capture.origin import annotate_origin
+from amp_compiler.capture.lower import annotate_origin
+from amp_compiler.inspect.data import Row
 from amp_compiler.inspect.profile import CastCount, count_casts
-from amp_compiler.inspect.report import Row, graph_rows
+from amp_compiler.inspect.report import graph_rows
 from amp_compiler.passes import insert_casts, mark_dtype_origin, normalize, order, precision
 from amp_compiler.policy.scopes import marked_modules, modules_of
 from amp_compiler.rewrite.base import Context, Pass

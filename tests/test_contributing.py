@@ -1,5 +1,5 @@
-"""The four recipes of CONTRIBUTING.md, followed to the letter: their files and patches go into a copy of the sources, and
-one Python process uses what they add."""
+"""The four recipes of CONTRIBUTING.md, followed to the letter: their files and patches go into a copy of the sources,
+and one Python process uses what they add."""
 
 from __future__ import annotations
 

@@ -10,6 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MODULES = [
     "amp_compiler",
+    "amp_compiler.common.errors",
+    "amp_compiler.common.messages",
     "amp_compiler.compile",
     "amp_compiler.conversion.convert",
     "amp_compiler.policy.ops.names",
@@ -18,6 +20,8 @@ MODULES = [
     "amp_compiler.inspect.profile",
     "amp_compiler.inspect.render.words",
     "amp_compiler.inspect.report",
+    "amp_compiler.module",
+    "amp_compiler.training.finite",
     "amp_compiler.training.scalers",
     "amp_compiler.policy.scopes",
     "amp_compiler.training.step",

@@ -261,7 +261,7 @@ def _divide(joint: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
     from torch._functorch.partitioners import default_partition
 
     places = _places(joint)
-    whole = fx.GraphModule(joint, copy_graph(joint.graph))
+    whole = ir.copy_graph(joint)
     last = next(iter(reversed(whole.graph.nodes)))
     results = pytree.tree_leaves(last.args[0])
     last.args = (tuple(results[places.index(i)] for i in range(len(results))),)  # the loss alone is the forward's
@@ -272,13 +272,6 @@ def _divide(joint: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
     return forward, backward
 
 
-def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """The same nodes once more."""
-    copy = fx.Graph()
-    copy.output(copy.graph_copy(graph, {}))
-    return copy
-
-
 def _callable(gm: fx.GraphModule, backend: str) -> Callable[..., Any]:
     if backend != "inductor":
         return gm.forward
@@ -286,7 +279,7 @@ def _callable(gm: fx.GraphModule, backend: str) -> Callable[..., Any]:
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
 
-    gm = fx.GraphModule(gm, copy_graph(gm.graph))  # Inductor changes what it is given
+    gm = ir.copy_graph(gm)  # Inductor changes what it is given
     _decompose_casts(gm.graph)
     inputs = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
     with V.set_fake_mode(ir.fake_mode(gm.graph)), torch._inductor.config.patch("emulate_precision_casts", True):

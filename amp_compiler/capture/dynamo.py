@@ -89,6 +89,12 @@ def is_capture_failure(error: Exception) -> bool:
     return isinstance(error, (exc.TorchDynamoException, exc.ResumePrologueTracingError))
 
 
+def users_line(error: BaseException) -> str:
+    """The line of the model's code at which Dynamo stopped, if its error says so."""
+    stack = getattr(error, "real_stack", None)
+    return f"{stack[-1].filename}:{stack[-1].lineno} in {stack[-1].name}: {stack[-1].line}" if stack else ""
+
+
 def is_dynamo_error(error: BaseException) -> bool:
     """True if Dynamo raised the error itself, or to start over with other settings: it has to see it."""
     from torch._dynamo.exc import TorchDynamoException

@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.export.graph_signature import OutputKind
 
 from .. import ir
 from ..common.errors import CaptureError
+from ..common.messages import first_line
 from ..policy.scopes import inside_call, paths_of
 from .dtype_reads import DtypeReads
 from .dynamo import capture_settings
@@ -100,9 +101,13 @@ def _capture(
     try:
         program = _export(model, args, kwargs, dynamic_shapes, inference, reads)
     except Exception as error:
+        line = _users_line(error)
         raise CaptureError(
-            f"{type(model).__name__} cannot be exported with these inputs: {_first_line(error)}{_users_line(error)} "
-            "If the inputs are right: amp_compile works around code that cannot be in a graph, or rewrite that line."
+            f"{type(model).__name__} cannot be exported with these inputs: "
+            f"{first_line(error)}{f' ({line})' if line else ''}",
+            source=line,
+            hint="If the inputs are right: amp_compile works around code that cannot be in a graph, "
+            "or rewrite that line.",
         ) from error
     _name_state(program, dict(model.named_parameters(remove_duplicate=False)))
     if low is None or not reads.found:
@@ -112,7 +117,7 @@ def _capture(
             warnings.simplefilter("ignore")  # they were given when the program was made
             twin = _export(sharing_copy(model), args, kwargs, dynamic_shapes, inference).graph_module
     except Exception as error:
-        return Exported(program, None, f"{type(error).__name__}: {_first_line(error)}")
+        return Exported(program, None, first_line(error, named=True))
     assert isinstance(twin, fx.GraphModule)
     return Exported(program, twin)
 
@@ -172,13 +177,13 @@ def _quiet() -> Iterator[None]:
 
 
 def _users_line(error: BaseException) -> str:
-    """`` (file:line in forward: code)`` of the last frame that is neither torch's nor ours."""
+    """``file:line in forward: code`` of the last frame that is neither torch's nor ours."""
     own = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*own, "<"))]
     if not frames or frames[-1].name == "<module>":
         return ""
     last = frames[-1]
-    return f" ({os.path.basename(last.filename)}:{last.lineno} in {last.name}: {last.line})"
+    return f"{os.path.basename(last.filename)}:{last.lineno} in {last.name}: {last.line}"
 
 
 def _annotate(
@@ -226,25 +231,12 @@ def _inline_regions(gm: fx.GraphModule) -> bool:
             found |= _inline_regions(inner)
         if ir.op_name(node) != "higher_order::wrap_with_autocast":
             continue
-        device, dtype, enabled, cache, holder, *given = node.args
-        (body,) = bodies
-        places = [n for n in body.graph.nodes if n.op == "placeholder"]
-        values: dict[fx.Node, Any] = dict(zip(places, given, strict=True))
         with gm.graph.inserting_before(node):
-            begin = gm.graph.call_function(_enter_autocast, (device, dtype, enabled, cache))
+            begin = gm.graph.call_function(_enter_autocast, node.args[:4])
             begin.meta = {k: v for k, v in node.meta.items() if k != "val"}
-            for name, constant in body.named_buffers(recurse=False):
-                gm.register_buffer(_free_name(gm, name), constant)
-            results = gm.graph.graph_copy(body.graph, values)
-            gm.graph.call_function(_exit_autocast, (begin,))
-        flat = list(results) if isinstance(results, (tuple, list)) else [results]
-        for user in list(node.users):
-            assert ir.is_getitem(user), "wrap_with_autocast gives a tuple"
-            user.replace_all_uses_with(flat[user.args[1]])
-            gm.graph.erase_node(user)
-        gm.graph.erase_node(node)
-        if isinstance(holder, fx.Node) and not holder.users:
-            gm.graph.erase_node(holder)
+            end = gm.graph.call_function(_exit_autocast, (begin,))
+        (body,) = bodies
+        _inline(gm, node, body, node.args[4], node.args[5:], end)
         found = True
     if found:
         gm.recompile()
@@ -261,23 +253,37 @@ def _inline_grad_regions(gm: fx.GraphModule) -> None:
             _inline_grad_regions(inner)
         if ir.op_name(node) != "higher_order::wrap_with_set_grad_enabled":
             continue
-        _, holder, *given = node.args
         (body,) = bodies
-        places = [n for n in body.graph.nodes if n.op == "placeholder"]
-        values: dict[fx.Node, Any] = dict(zip(places, given, strict=True))
-        for name, held in (*body.named_buffers(recurse=False), *body.named_children()):
-            setattr(gm, _free_name(gm, name), held)
-        with gm.graph.inserting_before(node):
-            results = gm.graph.graph_copy(body.graph, values)
-        flat = list(results) if isinstance(results, (tuple, list)) else [results]
-        for user in list(node.users):
-            assert ir.is_getitem(user), "wrap_with_set_grad_enabled gives a tuple"
-            user.replace_all_uses_with(flat[user.args[1]])
-            gm.graph.erase_node(user)
-        gm.graph.erase_node(node)
-        if isinstance(holder, fx.Node) and not holder.users:
-            gm.graph.erase_node(holder)
+        _inline(gm, node, body, node.args[1], node.args[2:], node)
     gm.recompile()
+
+
+def _inline(
+    gm: fx.GraphModule, node: fx.Node, body: fx.GraphModule, holder: Any, given: Sequence[Any], before: fx.Node
+) -> None:
+    """Put the nodes of a region's body in the place of the region: in front of ``before``. ``holder``: the node that
+    names the body. ``given``: what the body's inputs are."""
+    places = [n for n in body.graph.nodes if n.op == "placeholder"]
+    values: dict[fx.Node, Any] = dict(zip(places, given, strict=True))
+    read = {str(n.target) for n in body.graph.nodes if n.op == "get_attr"}
+    for name, held in (*body.named_buffers(recurse=False), *body.named_children()):
+        if name in read:
+            assert not hasattr(gm, name), f"the constant {name} is there twice"
+            if isinstance(held, torch.Tensor):
+                gm.register_buffer(name, held)
+            elif isinstance(held, nn.Module):
+                gm.add_module(name, held)
+    with gm.graph.inserting_before(before):
+        results: Any = gm.graph.graph_copy(body.graph, values)
+    flat = list(results) if isinstance(results, (tuple, list)) else [results]
+    for user in list(node.users):
+        assert ir.is_getitem(user), "a region gives a tuple"
+        place: Any = user.args[1]
+        user.replace_all_uses_with(flat[place])
+        gm.graph.erase_node(user)
+    gm.graph.erase_node(node)
+    if isinstance(holder, fx.Node) and not holder.users:
+        gm.graph.erase_node(holder)
 
 
 class _Repropagate(fx.Interpreter):
@@ -306,12 +312,3 @@ class _Repropagate(fx.Interpreter):
 
 
 _REGION_ENDS = ("_enter_autocast", "_exit_autocast", "_set_grad_enabled")
-
-
-def _free_name(gm: fx.GraphModule, name: str) -> str:
-    assert not hasattr(gm, name), f"the constant {name} is there twice"
-    return name
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -148,23 +148,6 @@ def _holder(graph: fx.Graph) -> nn.Module:
     return holder
 
 
-def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph and of the graphs inside it; values and constants are shared."""
-    graph = fx.Graph()
-    result = graph.graph_copy(gm.graph, {})
-    last = next(iter(reversed(gm.graph.nodes)))
-    graph.output(result).meta = dict(last.meta)
-    holder = nn.Module()
-    for old, new in zip(gm.graph.nodes, graph.nodes, strict=True):
-        new.meta, new.name = dict(old.meta), old.name  # fx would rename what is called as a builtin is
-        if old.op == "get_attr":
-            held = getattr(gm, str(old.target))
-            setattr(holder, str(old.target), copy_graph(held) if isinstance(held, fx.GraphModule) else held)
-    new_gm = fx.GraphModule(holder, graph)
-    new_gm.meta = dict(gm.meta)
-    return new_gm
-
-
 # ------------------------------------------------------------------------------------ outputs of other classes
 
 

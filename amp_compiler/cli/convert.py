@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..common.errors import ArgumentError
-from ..common.files import check_folder
+from ..common.files import check_target
 from . import common as c
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def run(
         raise ArgumentError("Where to? Give -o model.pt2, or --onnx model.onnx.")
     for path in (output, onnx):
         if path is not None:
-            check_folder(path)
+            check_target(path)
     request = c.Request(target, inputs, level, dtype, policy, low, fp32, exclude, disable=tuple(disable))
     with c.progress(quiet) as tell, contextlib.ExitStack() as stack:
         tell("loading torch")

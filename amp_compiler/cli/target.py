@@ -19,7 +19,7 @@ from torch import nn
 
 from ..common.errors import ArgumentError
 from ..conversion.converted import ConvertedModel
-from ..conversion.plain import load_any
+from ..conversion.loading import load_any
 
 DTYPES = {
     "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64,

@@ -1,10 +1,28 @@
-"""Every error that a user can meet, one class a cause. Each message says what, where, what to do."""
+"""Every error that a user can meet, one class per cause. Each message says what, where, what to do.
+
+What a program may want to know of an error is in its fields; the text says the same in words.
+"""
 
 from __future__ import annotations
 
 
 class AmpError(Exception):
-    """Base of all errors that amp_compiler raises on purpose."""
+    """Base of all errors that amp_compiler raises on purpose.
+
+    ``pass_name``: the pass that failed, or after which a check did. ``node``: the name of the node. ``source``: the
+    line of the user's code. ``hint``: what to do; it is part of the text. Each is empty where it does not apply or is
+    not known. All of them survive copying and pickling.
+
+    >>> error = ArgumentError("Unknown pass 'fold_cast'.", hint="Did you mean 'fold_casts'?")
+    >>> str(error), error.hint, error.node
+    ("Unknown pass 'fold_cast'. Did you mean 'fold_casts'?", "Did you mean 'fold_casts'?", '')
+    """
+
+    def __init__(
+        self, message: str = "", *, pass_name: str = "", node: str = "", source: str = "", hint: str = ""
+    ) -> None:
+        super().__init__(message if hint in message else f"{message} {hint}")
+        self.pass_name, self.node, self.source, self.hint = pass_name, node, source, hint
 
 
 class ArgumentError(AmpError, ValueError):

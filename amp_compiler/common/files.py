@@ -4,40 +4,69 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
-from .errors import ArgumentError
+from .errors import AmpError, ArgumentError
 
 
-def check_folder(path: str | os.PathLike[str]) -> Path:
-    """The path of a file to be written, if the folder that it names is there."""
+def check_target(
+    path: str | os.PathLike[str], *, what: str = "", error: type[AmpError] = ArgumentError, example: str = ""
+) -> Path:
+    """The path of a file to be written, if there can be one: its folder is there, and it isn't a folder itself.
+
+    ``what``: what is written ("The policy"). ``error``: the class of the error. ``example``: a name that would do.
+    """
     target = Path(path)
-    if told := _no_folder(target):
-        raise ArgumentError(f"{target} cannot be written: {told}.")
-    if target.is_dir():
-        raise ArgumentError(f"{target} cannot be written: it is a folder. Give the path of a file in it.")
+    start = _not_written(what, path)
+    give = f"give the path of a file{f', such as {example}' if example else ''}."
+    if not target.name or os.path.isdir(target):
+        raise error(f"{start}: it is a folder;", hint=give)
+    if os.path.exists(target) and not os.path.isfile(target):
+        raise error(f"{start}: it is a device or a pipe;", hint=give)
+    folder = target.absolute().parent
+    if not os.path.isdir(folder):
+        raise error(f"{start}: there is no folder {folder};", hint=f"create it first (mkdir -p {folder}).")
     return target
 
 
-def write_text(path: str | os.PathLike[str], text: str) -> Path:
-    """Write a file, or leave the old one as it was."""
-    target = check_folder(path)
-    scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+@contextlib.contextmanager
+def replacing(
+    path: str | os.PathLike[str], *, what: str = "", error: type[AmpError] = ArgumentError, example: str = ""
+) -> Iterator[Path]:
+    """A path to write to inside the ``with``, which becomes ``path`` when all went well; else ``path`` stays as it was.
+
+    What is written lies in a hidden folder beside the target until then, and never remains there. Further files that
+    the body puts there (as an ONNX model's weights) move along, before the target. A file that is replaced hands on
+    its permissions; a symbolic link is followed. The arguments are those of ``check_target``.
+    """
+    target = check_target(path, what=what, error=error, example=example)
+    real = Path(os.path.realpath(target))
     try:
+        with tempfile.TemporaryDirectory(prefix=".amp-", dir=real.parent, ignore_cleanup_errors=True) as scratch:
+            yield Path(scratch, real.name)
+            for made in sorted(Path(scratch).iterdir(), key=lambda p: p.name == real.name):
+                place = real.with_name(made.name)
+                if place.exists():
+                    shutil.copymode(place, made)
+                with open(made, "rb") as file:
+                    os.fsync(file.fileno())
+                os.replace(made, place)
+    except OSError as failure:
+        raise error(f"{_not_written(what, path)}: {failure.strerror or failure}.") from failure
+
+
+def write_text(
+    path: str | os.PathLike[str], text: str, *, what: str = "", error: type[AmpError] = ArgumentError
+) -> Path:
+    """Write a text file, whole or not at all."""
+    with replacing(path, what=what, error=error) as scratch:
         scratch.write_text(text, encoding="utf-8")
-        os.replace(scratch, target)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            scratch.unlink(missing_ok=True)
-        raise ArgumentError(f"{target} cannot be written: {why_not_written(target, error)}.") from error
-    return target
+    return Path(path)
 
 
-def why_not_written(path: Path, error: OSError) -> str:
-    """The cause of a failed write, to be put behind a colon; a missing folder is named, with what to do."""
-    return _no_folder(path) or str(error.strerror or error)
-
-
-def _no_folder(path: Path) -> str:
-    folder = path.absolute().parent
-    return "" if folder.is_dir() else f"there is no folder {folder}; create it first (mkdir -p {folder})"
+def _not_written(what: str, path: str | os.PathLike[str]) -> str:
+    place = os.fspath(path) or "''"
+    return f"{what} could not be written to {place}" if what else f"{place} cannot be written"

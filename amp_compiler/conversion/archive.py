@@ -6,67 +6,47 @@ A file is what ``torch.export.save`` writes, with two texts beside it: ``amp_com
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import zipfile
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO
 
 import torch
+from torch.export import ExportedProgram
 
 from ..capture import program as programs
 from ..common.errors import AmpError, ArchiveError
-from ..common.files import why_not_written
+from ..common.files import replacing
+from ..common.messages import first_line
 from .details import FORMAT, Details
-from .fp32_form import StoredFp32Form
+from .fp32_form import Fp32Form, StoredFp32Form
 from .safety import Unsafe, check_members, check_program
-
-if TYPE_CHECKING:
-    from .converted import ConvertedModel
 
 DETAILS, FP32 = "amp_compiler.json", "amp_compiler_fp32.json"
 
 
-def save(converted: ConvertedModel, path: str | os.PathLike[str]) -> None:
-    """Write ``converted`` to ``path``: first into a file beside it, which then takes its place."""
-    target = Path(path)
-    if not target.name or target.is_dir():
-        raise ArchiveError(f"The model cannot be written to {str(path)!r}: give the path of a file, such as model.pt2.")
-    extra = {DETAILS: converted.details.to_json(), FP32: converted.fp32_form.to_json(converted.exported_program)}
-    scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        with open(scratch, "wb") as file:
-            torch.export.save(converted.exported_program, file, extra_files=extra)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, target)
-    except OSError as error:
-        raise ArchiveError(f"The model could not be written to {target}: {why_not_written(target, error)}.") from error
-    finally:
-        with contextlib.suppress(OSError):
-            scratch.unlink(missing_ok=True)
+def write(
+    path: str | os.PathLike[str], program: ExportedProgram, details: Details, form: Fp32Form | StoredFp32Form
+) -> None:
+    """Write the parts of a converted model."""
+    extra = {DETAILS: details.to_json(), FP32: form.to_json(program)}
+    place = replacing(path, what="The model", error=ArchiveError, example="model.pt2")
+    with place as scratch, open(scratch, "wb") as file:
+        torch.export.save(program, file, extra_files=extra)
 
 
-def load_converted(path: str | os.PathLike[str]) -> ConvertedModel:
-    """A model that ``ConvertedModel.save`` wrote, with its policy and report; kernels are chosen for this machine.
-
-    Nothing that is stored in the file is run as code: tensors are read as bytes, the graph may only name ops of torch
-    and of packages that you have imported, and an archive that would need unpickling is refused. ``torch.export.load``
-    reads the same file but unpickles what asks for it, so give it only files that you trust.
-    """
-    from .converted import ConvertedModel
-
+def read(path: str | os.PathLike[str]) -> tuple[ExportedProgram, Details, StoredFp32Form]:
+    """The parts of a converted model, from a file that ``write`` wrote."""
     source = Path(path)
     try:
         with open(source, "rb") as file:
-            details, program, form = _read(file, source)
+            return _read(file, source)
     except OSError as error:
         raise ArchiveError(f"The file {source} cannot be read: {error.strerror or error}.") from error
-    return ConvertedModel(program, details, form, [])
 
 
-def _read(file: IO[bytes], source: Path) -> tuple[Details, torch.export.ExportedProgram, StoredFp32Form]:
+def _read(file: IO[bytes], source: Path) -> tuple[ExportedProgram, Details, StoredFp32Form]:
     made = "another torch"
     try:
         with zipfile.ZipFile(file) as archive:
@@ -95,10 +75,10 @@ def _read(file: IO[bytes], source: Path) -> tuple[Details, torch.export.Exported
         raise
     except Exception as error:  # torch's reader gives many kinds of errors on a damaged file
         raise ArchiveError(
-            f"{source} cannot be read: {type(error).__name__}: {_first_line(error)} It is damaged, or {made} wrote "
+            f"{source} cannot be read: {first_line(error, named=True, limit=200)} It is damaged, or {made} wrote "
             f"what torch {torch.__version__} does not know: write it again by save()."
         ) from error
-    return details, program, StoredFp32Form(texts[FP32])
+    return program, details, StoredFp32Form(texts[FP32])
 
 
 def _details(text: str, source: Path) -> Details:
@@ -113,8 +93,3 @@ def _details(text: str, source: Path) -> Details:
         return Details.from_json(data)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ArchiveError(f"{source}: what {DETAILS} says is damaged ({type(error).__name__}: {error}).") from error
-
-
-def _first_line(error: Any) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:200] if text else ""

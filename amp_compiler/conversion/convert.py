@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from .. import __version__, ir
+from .. import ir
 from ..capture.export import Exported, capture_export
-from ..capture.program import Frame, copy_graph, flat_inputs, foreign_ops, plain_spec, rebuild, weights_of
+from ..capture.program import Frame, flat_inputs, foreign_ops, plain_spec, rebuild, weights_of
 from ..common.errors import AmpWarning, ArgumentError, CaptureError
+from ..common.messages import users_frame
 from ..common.torch_names import pytree
+from ..common.version import __version__
 from ..inspect.report import build_report, cast_totals, graph_rows
 from ..ir.nesting import compiled_policy
 from ..ir.weights import Weight, Weights, drop_unread
@@ -26,7 +28,6 @@ from ..rewrite.base import Context
 from ..rewrite.pipeline import Record, record
 from ..rewrite.verify import verify
 from ..runtime.arguments import check_request
-from ..runtime.backend import users_frame
 from .converted import ConvertedModel
 from .details import Details
 from .fp32_form import Fp32Form
@@ -86,7 +87,7 @@ def convert_model(
     fp32_bytes = _stored_bytes(gm.graph, weights)
     steps.prepare.run(gm, ctx, history, graph="convert")
     drop_unread(gm.graph, weights)
-    original = Fp32Form(Frame.of(captured.program), copy_graph(gm), weights.names_only())
+    original = Fp32Form(Frame.of(captured.program), ir.copy_graph(gm), weights.names_only())
     steps.convert.run(gm, ctx, history, graph="convert")
     return _finished(captured, ctx, original, history, fp32_bytes, cast_params, request.disable_passes)
 
@@ -186,9 +187,7 @@ def _take_low_inputs(gm: fx.GraphModule, weights: Weights, flat: list[Any], spec
 
 
 def _check_inputs(model: Any, args: Any, kwargs: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    from ..compile import AmpModule
-
-    if isinstance(model, AmpModule):
+    if compiled_policy(model) is not None:
         model = model.original
     if not isinstance(model, nn.Module):
         raise ArgumentError(

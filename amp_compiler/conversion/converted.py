@@ -12,6 +12,7 @@ from ..common.torch_names import pytree
 from ..inspect.report import Report
 from ..policy import Policy
 from ..rewrite.pipeline import Record
+from . import archive, onnx
 from .details import Details
 from .fp32_form import Fp32Form, StoredFp32Form
 from .inputs import Inputs
@@ -78,15 +79,11 @@ class ConvertedModel:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a ``torch.export`` archive, whole or not at all, for ``torch.export.load`` and ``load_converted``."""
-        from .archive import save
-
-        save(self, path)
+        archive.write(path, self.exported_program, self.details, self.fp32_form)
 
     def to_onnx(self, path: str | os.PathLike[str]) -> None:
         """Write an ONNX model with its low-precision weights; needs the packages ``onnx`` and ``onnxscript``."""
-        from .onnx import to_onnx
-
-        to_onnx(self, path)
+        onnx.write(path, self.exported_program)
 
     def remove_casts(self) -> Fp32Model:
         """The model in fp32 again, without any cast of ours. Its weights are exact where they are stored in fp32

@@ -9,7 +9,8 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from ..capture.program import Frame, copy_graph, from_json, rebuild, to_json
+from .. import ir
+from ..capture.program import Frame, from_json, rebuild, to_json
 from ..ir.weights import Weight, Weights
 from ..policy import dtype_name
 
@@ -33,7 +34,7 @@ class Fp32Form:
         def make(node: fx.Node, weight: Weight) -> torch.Tensor:
             return values.of(node.name, node.meta["val"].dtype)
 
-        graph = copy_graph(self._graph).graph
+        graph = ir.copy_graph(self._graph).graph
         return rebuild(self._frame, graph, make, self._weights, out_spec=out_spec)
 
     def to_json(self, converted: ExportedProgram) -> str:
@@ -43,7 +44,7 @@ class Fp32Form:
             value = node.meta["val"]
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
-        graph = copy_graph(self._graph).graph
+        graph = ir.copy_graph(self._graph).graph
         program = rebuild(self._frame, graph, nothing, self._weights, out_spec=converted.call_spec.out_spec)
         dtypes = {n.name: dtype_name(n.meta["val"].dtype) for n in graph.nodes if n in self._weights}
         return json.dumps({"stored": self.stored, "dtypes": dtypes, "graph": json.loads(to_json(program))})

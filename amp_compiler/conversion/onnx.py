@@ -4,52 +4,40 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 import warnings
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 from torch.export import ExportedProgram
 
 from .. import ir
-from ..capture.program import Frame, copy_graph, rebuild, weights_of
+from ..capture.program import Frame, rebuild, weights_of
 from ..common.errors import ArchiveError
-from ..common.files import why_not_written
+from ..common.files import replacing
+from ..common.messages import first_line
 from ..ir.weights import Weight
-
-if TYPE_CHECKING:
-    from .converted import ConvertedModel
 
 aten = torch.ops.aten
 #: ops that torch runs on low values with fp32 weights and statistics, and ONNX on one dtype only
 NORMS = ("layer_norm", "batch_norm", "group_norm", "instance_norm", "rms_norm")
 
 
-def to_onnx(converted: ConvertedModel, path: str | os.PathLike[str]) -> None:
-    """Write ``converted`` to ``path``, weights as initializers in the precision in which they are stored."""
-    target = Path(path)
-    if not target.name or target.is_dir():
-        raise ArchiveError(f"ONNX cannot be written to {str(path)!r}: give the path of a file, such as model.onnx.")
+def write(path: str | os.PathLike[str], program: ExportedProgram) -> None:
+    """Write a converted program to ``path``, weights as initializers in the precision in which they are stored."""
     try:
         import onnxscript  # noqa: F401
     except ImportError as error:
-        raise ArchiveError("ONNX needs more packages: pip install 'amp-compiler[onnx]'.") from error
-    try:
-        with warnings.catch_warnings(), _quiet():
-            warnings.simplefilter("ignore")  # torch's exporter warns of its own future
-            program = torch.onnx.export(_one_dtype_norms(converted.exported_program), dynamo=True, verbose=False)
-        assert program is not None
-        with tempfile.TemporaryDirectory(prefix=".amp-", dir=target.parent) as scratch:
-            program.save(Path(scratch, target.name))  # weights of more than 2 GB go into a second file
-            for made in sorted(Path(scratch).iterdir(), key=lambda p: p.name == target.name):
-                os.replace(made, target.with_name(made.name))
-    except OSError as error:
-        raise ArchiveError(f"The model could not be written to {target}: {why_not_written(target, error)}.") from error
-    except torch.onnx.errors.OnnxExporterError as error:
-        first = str(error).strip().splitlines()[0]
-        raise ArchiveError(f"torch's ONNX exporter cannot take this model: {first} Use save() instead.") from error
+        raise ArchiveError("ONNX needs more packages:", hint="pip install 'amp-compiler[onnx]'.") from error
+    with replacing(path, what="The model", error=ArchiveError, example="model.onnx") as scratch:
+        try:
+            with warnings.catch_warnings(), _quiet():
+                warnings.simplefilter("ignore")  # torch's exporter warns of its own future
+                made = torch.onnx.export(_one_dtype_norms(program), dynamo=True, verbose=False)
+        except torch.onnx.errors.OnnxExporterError as error:
+            told = f"torch's ONNX exporter cannot take this model: {first_line(error)}"
+            raise ArchiveError(told, hint="Use save() instead.") from error
+        assert made is not None
+        made.save(scratch)  # weights of more than 2 GB go into a second file beside it
 
 
 class _quiet:
@@ -67,7 +55,7 @@ class _quiet:
 def _one_dtype_norms(program: ExportedProgram) -> ExportedProgram:
     """``layer_norm(x: bf16, w: f32)`` → ``cast(layer_norm(cast(x, f32), w), bf16)``: as torch's kernel does inside."""
     assert isinstance(program.graph_module, fx.GraphModule)
-    gm, weights = copy_graph(program.graph_module), weights_of(program)
+    gm, weights = ir.copy_graph(program.graph_module), weights_of(program)
     found = [n for n in gm.graph.nodes if n.op == "call_function" and ir.op_name(n) in NORMS and _is_mixed(n)]
     if not found:
         return program

@@ -1,13 +1,12 @@
-"""``report()``: every op with its precision and why, and what it adds up to."""
+"""``report()``: every op with its precision and why, and what it adds up to, made from graphs."""
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,53 +15,17 @@ from torch import fx
 from .. import ir
 from ..common.errors import ArgumentError
 from ..common.files import write_text
+from ..common.messages import suggestion
 from ..ir.flops import node_flops
 from ..ir.view import precision_name
 from ..policy import Rule, dtype_name
 from ..rewrite.pipeline import Record
-
-LOW = ("float16", "bfloat16")
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One op of one captured graph."""
-
-    node: str
-    op: str
-    module: str
-    source: str
-    precision: str
-    reason: str
-    rule: str
-    graph: int
-    flops: int = 0
-    #: the nodes whose precision, value or dtype led to it, the most important first
-    causes: tuple[str, ...] = ()
-    #: a number that became the low dtype's own limit, in words; ``reason`` ends with it
-    limit: str = ""
-
-    def __str__(self) -> str:
-        where = f" in {self.module}" if self.module else ""
-        return f"{self.node} ({self.op}{where}): {self.precision}, {self.reason}"
-
-
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """How often an op of ours runs in the place of ATen's, and why; forward and backward."""
-
-    op: str
-    count: int
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.count} × {self.op}: {self.reason}"
+from .data import LOW, Kernel, ReportData, Row
 
 
 @dataclass(frozen=True)
-class Report:
-    """Rows and totals. ``casts`` and ``cast_bytes`` are those of the graphs as they run: forward and backward
-    after folding once a graph was differentiated, the forward alone before.
+class Report(ReportData):
+    """Rows and totals (``ReportData`` names them), to print and to write.
 
     It prints as a summary: the totals, a line for each part of the model (repeated layers share one), then what is
     unusual: ops in fp32 and why, what was not captured, notes. ``full()`` has every op.
@@ -83,33 +46,13 @@ class Report:
     ...
     """
 
-    rows: tuple[Row, ...] = ()
-    level: str = ""
-    dtype: str = ""
-    casts: int = 0
-    cast_bytes: int = 0
-    low_flops_share: float = 0.0
-    by_precision: dict[str, int] = field(default_factory=dict)
-    not_captured: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    kernels: tuple[Kernel, ...] = ()
-    #: shares of the work that ran "captured", under "autocast" and in "float32"; None unless ``inputs`` were given
-    work: dict[str, float] | None = None
-    #: module path -> its share of ``casts``; None where that is not known
-    casts_by_module: dict[str, int] | None = None
-    #: memory that the CPU's kernels keep in this process for their next calls, for all models together
-    scratch_bytes: int = 0
-    #: the graphs after each stage, for pictures
-    stages: tuple[Record, ...] = field(default=(), repr=False, compare=False)
-
     def why(self, text: str) -> list[Row]:
         """The rows whose node, op or module contains ``text``; a text that is in none is an error that suggests one."""
         found = [r for r in self.rows if text in r.node or text in r.op or text in r.module]
         if not found:
             known = {name: None for r in self.rows for name in (r.op, r.node, r.module, *r.module.split(".")) if name}
-            near = difflib.get_close_matches(text, known, n=3)
-            hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else self._ops()
-            raise ArgumentError(f"No node, op or module of the report has {text!r} in its name. {hint}")
+            hint = suggestion(text, known, most=3, otherwise=self._ops())
+            raise ArgumentError(f"No node, op or module of the report has {text!r} in its name.", hint=hint)
         return found
 
     def _ops(self) -> str:
@@ -164,12 +107,6 @@ class Report:
         from .render.text import plain
 
         return plain(lines(self))
-
-
-def work_line(work: Mapping[str, float]) -> str:
-    """The shares of work in one line."""
-    return (f"work by FLOPs: {work['captured']:.1%} captured, {work['autocast']:.1%} under autocast, "
-            f"{work['float32']:.1%} in float32 outside of graphs")  # fmt: skip
 
 
 def graph_rows(gm: fx.GraphModule, index: int) -> list[Row]:

@@ -5,9 +5,17 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from .schema import op_name
 from .values import tensor_of
 
 aten = torch.ops.aten
+#: ops that convert to another dtype, in all spellings
+_CONVERSIONS = ("to", "_to_copy", "type_as", "prims::convert_element_type")
+
+
+def is_conversion(node: fx.Node) -> bool:
+    """True for an op that may convert to another dtype, in any of its spellings, whatever else it does."""
+    return node.op == "call_function" and op_name(node) in _CONVERSIONS
 
 
 def is_cast(node: fx.Node) -> bool:

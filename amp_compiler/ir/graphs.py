@@ -35,6 +35,23 @@ def unscale_of(gm: fx.GraphModule) -> tuple[fx.Node, list[fx.Node], list[int]] |
     return None if any(n.meta["val"].layout is not torch.strided for n in given) else (op, given, places)
 
 
+def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph and of the graphs inside it, with the same names; values and constants are shared."""
+    graph = fx.Graph()
+    result = graph.graph_copy(gm.graph, {})
+    last = next(iter(reversed(gm.graph.nodes)))
+    graph.output(result).meta = dict(last.meta)
+    for old, new in zip(gm.graph.nodes, graph.nodes, strict=True):
+        new.meta, new.name = dict(old.meta), old.name  # fx would rename what is called as a builtin is
+    twin = fx.GraphModule(gm, graph)
+    for node in graph.nodes:
+        held = getattr(gm, str(node.target), None) if node.op == "get_attr" else None
+        if isinstance(held, fx.GraphModule):
+            setattr(twin, str(node.target), copy_graph(held))
+    twin.meta = dict(gm.meta)
+    return twin
+
+
 def add_input(graph: fx.Graph, name: str, role: Role, value: torch.Tensor) -> fx.Node:
     """A new last input of a joint graph. Its target begins as torch's partitioners know the inputs of a backward."""
     last = [n for n in graph.nodes if n.op == "placeholder"][-1]

@@ -63,6 +63,16 @@ def inherit_origin(node: fx.Node, origin: fx.Node) -> None:
             node.meta[key] = origin.meta[key]
 
 
+def inherit_placement(node: fx.Node, of: fx.Node) -> None:
+    """Let torch's partitioner put a node where it puts ``of``: into the forward or the backward, kept or computed
+    again."""
+    for key in ("partitioner_tag", "recompute", "ac_graph_id"):
+        if key in of.meta:
+            node.meta[key] = of.meta[key]
+        else:
+            node.meta.pop(key, None)
+
+
 # torch's tracers leave on a node (torch 2.13): ``meta["from_node"]``, which names the node that an interpreter ran;
 # ``meta["seq_nr"]``, autograd's number of an op, which its backward ops share; and ``autograd_backward`` or
 # ``partitioner_tag``, which mark the nodes of a backward.

@@ -5,11 +5,11 @@ To add a level, add a row to ``LEVELS`` and document it; nothing else names leve
 
 from __future__ import annotations
 
-import difflib
 import enum
 from dataclasses import dataclass
 
 from ..common.errors import ArgumentError
+from ..common.messages import suggestion
 from .ops.row import OpClass
 
 
@@ -100,6 +100,6 @@ def check_level(level: object) -> str:
     if isinstance(level, str) and level in LEVELS:
         return level
     names = {name.lower(): name for name in LEVELS}
-    near = difflib.get_close_matches(str(level).lower(), names, n=1, cutoff=0.4)
-    hint = f" Did you mean '{names[near[0]]}'?" if near else ""
-    raise ArgumentError(f"Unknown level {level!r}: choose one of {', '.join(LEVELS)}.{hint}")
+    given = names.get(str(level).lower(), str(level))
+    hint = suggestion(given, LEVELS, cutoff=0.4, otherwise=suggestion(given.upper(), LEVELS, cutoff=0.4))
+    raise ArgumentError(f"Unknown level {level!r}: choose one of {', '.join(LEVELS)}.", hint=hint)

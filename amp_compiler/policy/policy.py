@@ -17,20 +17,18 @@ Precedence, the first that applies wins:
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import fnmatch
 import functools
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..common.errors import ArgumentError, PolicyError
-from ..common.files import why_not_written
+from ..common.files import write_text
 from ..common.torch_names import schemas_of
 from . import toml
 from .dtypes import check_low_dtype, default_dtype, dtype_name, precision_dtype
@@ -184,20 +182,7 @@ class Policy:
 
     def to_file(self, path: str | os.PathLike[str]) -> None:
         """Write the policy as TOML; the file is replaced whole or not at all."""
-        target = Path(path)
-        text = self.to_toml()
-        if not target.name:
-            raise PolicyError(f"The policy could not be written to {str(path)!r}: give the path of a file.")
-        scratch = target.with_name(f".{os.getpid()}.amp-policy.tmp")
-        try:
-            scratch.write_text(text, encoding="utf-8")
-            os.replace(scratch, target)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                scratch.unlink(missing_ok=True)
-            raise PolicyError(
-                f"The policy could not be written to {target}: {why_not_written(target, error)}."
-            ) from error
+        write_text(path, self.to_toml(), what="The policy", error=PolicyError)
 
     def to_toml(self) -> str:
         """The policy as TOML text."""

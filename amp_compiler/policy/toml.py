@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import tomllib
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.errors import PolicyError
+from ..common.messages import suggestion
 
 FILE_VERSION = 1
 _KEYS = ("version", "level", "dtype", "autocast_device", "ops", "module", "conditional")
@@ -57,9 +57,8 @@ def check_keys(where: str, data: Mapping[str, Any], known: tuple[str, ...]) -> N
     """Refuse a key that is not known, with the nearest one that is."""
     for key in data:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f" Did you mean '{near[0]}'?" if near else f" Known: {', '.join(known)}."
-            raise PolicyError(f"Unknown key '{key}' in {where}.{hint}")
+            hint = suggestion(key, known, otherwise=f"Known: {', '.join(known)}.")
+            raise PolicyError(f"Unknown key '{key}' in {where}.", hint=hint)
 
 
 def tables(data: Mapping[str, Any], key: str, fields: tuple[str, ...]) -> list[Mapping[str, Any]]:

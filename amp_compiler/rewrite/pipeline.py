@@ -49,7 +49,8 @@ class Pipeline:
                 where = f"; '{maker}' makes it and must come earlier" if maker else ""
                 raise PipelineError(
                     f"Pass '{step.name}' needs '{missing[0]}', which nothing before it makes{where}. "
-                    f"Before it run: {', '.join(ran) or 'nothing'}."
+                    f"Before it run: {', '.join(ran) or 'nothing'}.",
+                    pass_name=step.name,
                 )
             facts.update(step.ensures)
             ran.append(step.name)
@@ -68,12 +69,15 @@ class Pipeline:
             start = time.perf_counter()
             try:
                 modified = step.run(gm, ctx)
-            except AmpError:
+            except AmpError as error:
+                error.pass_name = error.pass_name or step.name
                 raise
             except Exception as error:
                 raise PipelineError(
                     f"Pass '{step.name}' failed on a {graph} graph after {', '.join(ran) or 'capture'}: "
-                    f"{type(error).__name__}: {error}. Switch it off with disable_passes=['{step.name}'] and report it."
+                    f"{type(error).__name__}: {error}.",
+                    pass_name=step.name,
+                    hint=f"Switch it off with disable_passes=['{step.name}'] and report it.",
                 ) from error
             # Running all ops again on fakes is for graphs that changed since that was last done.
             changed = changed or modified

@@ -52,8 +52,11 @@ def _fail(where: str, node: fx.Node, what: str) -> None:
     source = ir.source_line(node)
     raise VerifyError(
         f"After {where}: node '{node.name}' ({ir.format_node(node)}): {what}"
-        + (f" It comes from {source}." if source else "")
-        + " This is a bug in a pass: switch the pass off by disable_passes and report the graph."
+        + (f" It comes from {source}." if source else ""),
+        pass_name=where.partition(",")[0],
+        node=node.name,
+        source=source,
+        hint="This is a bug in a pass: switch the pass off by disable_passes and report the graph.",
     )
 
 
@@ -61,7 +64,8 @@ def _well_formed(gm: fx.GraphModule, where: str) -> None:
     try:
         gm.graph.lint()
     except RuntimeError as error:
-        raise VerifyError(f"After {where}: the graph is not well formed: {error}") from error
+        name = where.partition(",")[0]
+        raise VerifyError(f"After {where}: the graph is not well formed: {error}", pass_name=name) from error
 
 
 def _captured(gm: fx.GraphModule, ctx: Any, where: str) -> None:

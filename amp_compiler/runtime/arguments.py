@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +11,14 @@ import torch
 from torch import nn
 
 from ..common.errors import ArgumentError, PolicyError
+from ..common.messages import nearest_path
 from ..ir.nesting import check_parts
 from ..kernels import capability, cpu, gpu
 from ..passes import order
 from ..policy import DEFAULT_LEVEL, Policy, check_level, check_low_dtype, default_dtype, matches
 from ..policy.ops.names import OpLike
 from ..policy.scopes import modules_of
-from .backend import BACKENDS
+from .options import BACKENDS
 
 
 @dataclass(frozen=True)
@@ -109,21 +109,19 @@ def _with_excluded(policy: Policy, model: Any, exclude: tuple[str | type[nn.Modu
         else:
             found = [path or "*" for path, module in modules.items() if isinstance(module, item)]
         if not found:
-            raise PolicyError(_no_match(item, modules))
+            raise _no_match(item, modules)
         rules.update(dict.fromkeys(found, "float32"))
     for pattern, _ in policy.modules:
         if not any(matches(pattern, path) for path in modules):
-            raise PolicyError(_no_match(pattern, modules))
+            raise _no_match(pattern, modules)
     return policy.with_modules(rules) if rules else policy
 
 
-def _no_match(item: Any, modules: Iterable[str]) -> str:
-    paths = [p for p in modules if p]
+def _no_match(item: Any, modules: Iterable[str]) -> PolicyError:
     if isinstance(item, type):
-        return f"exclude: the model has no module of class {item.__name__}."
-    near = difflib.get_close_matches(item.rstrip(".*"), paths, n=1)
-    hint = f" Did you mean '{near[0]}'?" if near else f" Paths look like: {', '.join(paths[:4]) or '(none)'}."
-    return f"The module pattern {item!r} matches no module of the model.{hint}"
+        return PolicyError(f"exclude: the model has no module of class {item.__name__}.")
+    message = f"The module pattern {item!r} matches no module of the model."
+    return PolicyError(message, hint=nearest_path(item, modules))
 
 
 def call_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

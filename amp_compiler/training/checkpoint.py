@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +18,9 @@ from torch import Tensor, nn
 from ..common.errors import CheckpointError
 from ..common.torch_names import loads_by_itself
 from ..policy import dtype_name
-from .window import rng_state, set_rng_state
-
-if TYPE_CHECKING:
-    from .step import TrainStep
+from .owner import Owner
+from .scaler_base import LossScaler
+from .window import Window, rng_state, set_rng_state
 
 FORMAT = "amp_compiler.TrainStep"
 VERSION = 1
@@ -28,21 +28,31 @@ CONTENTS = "contents"
 _UNCHANGED = "Nothing was changed."
 
 
-def collect(step: TrainStep) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Run:
+    """What a checkpoint is of."""
+
+    owner: Owner
+    scaler: LossScaler | None
+    window: Window
+    device: torch.device
+
+
+def collect(run: Run) -> dict[str, Any]:
     """Everything that a run needs to go on bit for bit."""
-    step._owner.look()
-    window = step._window
+    run.owner.look()
+    window = run.window
     waiting = window.done > 0
-    gradients = {name: p.grad.clone() for name, p in _named(step).items() if p.grad is not None} if waiting else {}
+    gradients = {name: p.grad.clone() for name, p in _named(run).items() if p.grad is not None} if waiting else {}
     state = {
         "format": FORMAT,
         "version": VERSION,
-        "model": step.model.state_dict(),
-        "loss_fn": step.loss_fn.state_dict() if isinstance(step.loss_fn, nn.Module) else None,
-        "others": {name: p.detach() for name, p in step._owner.others().items()},
-        "optimizer": step.optimizer.state_dict(),
-        "scaler": None if step.scaler is None else step.scaler.state_dict(),
-        "classes": _classes(step),
+        "model": run.owner.model.state_dict(),
+        "loss_fn": run.owner.loss_fn.state_dict() if isinstance(run.owner.loss_fn, nn.Module) else None,
+        "others": {name: p.detach() for name, p in run.owner.others().items()},
+        "optimizer": run.owner.optimizer.state_dict(),
+        "scaler": None if run.scaler is None else run.scaler.state_dict(),
+        "classes": _classes(run),
         "window": {
             "size": window.size,
             "done": window.done,
@@ -52,63 +62,64 @@ def collect(step: TrainStep) -> dict[str, Any]:
             "saved": {name: t.clone() for name, t in window.saved.items()} if waiting else {},
             "gradients": gradients,
         },
-        "rng": rng_state(step._device),
+        "rng": rng_state(run.device),
     }
     return {**state, CONTENTS: dict(_contents(state))}
 
 
-def restore(step: TrainStep, state: Any) -> None:
-    """Check all of ``state`` against the step, then load it."""
-    step._owner.look()
+def restore(run: Run, state: Any) -> None:
+    """Check all of ``state`` against the run, then load it."""
+    run.owner.look()
     _check_whole(state)
-    _check_classes(step, state["classes"])
-    _check_tensors("The model", step.model.state_dict(), state["model"])
-    if isinstance(step.loss_fn, nn.Module):
-        _check_tensors("The loss function", step.loss_fn.state_dict(), state["loss_fn"])
-    _check_tensors("The optimizer", step._owner.others(), state["others"])
-    _check_optimizer(step.optimizer, state["optimizer"])
-    _check_window(step, state["window"])
+    _check_classes(run, state["classes"])
+    _check_tensors("The model", run.owner.model.state_dict(), state["model"])
+    if isinstance(run.owner.loss_fn, nn.Module):
+        _check_tensors("The loss function", run.owner.loss_fn.state_dict(), state["loss_fn"])
+    _check_tensors("The optimizer", run.owner.others(), state["others"])
+    _check_optimizer(run.owner.optimizer, state["optimizer"])
+    _check_window(run, state["window"])
     _check_rng(state["rng"])
     optimizer = copy.deepcopy(state["optimizer"])  # torch would go on with the tensors of the dictionary itself
-    put_back = _Before(step)
+    put_back = _Before(run)
     try:
-        if step.scaler is not None:
-            step.scaler.load_state_dict(state["scaler"])
-        step.optimizer.load_state_dict(optimizer)
-        step.model.load_state_dict(state["model"])
-        if isinstance(step.loss_fn, nn.Module):
-            step.loss_fn.load_state_dict(state["loss_fn"])
+        if run.scaler is not None:
+            run.scaler.load_state_dict(state["scaler"])
+        run.owner.optimizer.load_state_dict(optimizer)
+        run.owner.model.load_state_dict(state["model"])
+        if isinstance(run.owner.loss_fn, nn.Module):
+            run.owner.loss_fn.load_state_dict(state["loss_fn"])
     except BaseException as error:
         put_back()
         if not isinstance(error, Exception):
             raise
         raise CheckpointError(f"The checkpoint does not fit: {error} {_UNCHANGED}") from error
     with torch.no_grad():
-        for name, tensor in step._owner.others().items():
+        for name, tensor in run.owner.others().items():
             tensor.copy_(state["others"][name])
-    _load_window(step, state["window"])
-    set_rng_state(state["rng"], step._device)
+    _load_window(run, state["window"])
+    set_rng_state(state["rng"], run.device)
 
 
 class _Before:
     """What was there, to put it back if loading fails half-way."""
 
-    def __init__(self, step: TrainStep) -> None:
-        self.step = step
-        self.scaler = None if step.scaler is None else step.scaler.state_dict()
-        self.optimizer = (dict(step.optimizer.state), copy.deepcopy([_options(x) for x in step.optimizer.param_groups]))
-        modules = [m for m in (step.model, step.loss_fn) if isinstance(m, nn.Module)]
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.scaler = None if run.scaler is None else run.scaler.state_dict()
+        optimizer = run.owner.optimizer
+        self.optimizer = (dict(optimizer.state), copy.deepcopy([_options(x) for x in optimizer.param_groups]))
+        modules = [m for m in (run.owner.model, run.owner.loss_fn) if isinstance(m, nn.Module)]
         # the shapes were compared, so copying cannot fail; a module's own loading code can
         self.modules = [(m, _copy_of(m)) for m in modules if _loads_by_itself(m)]
 
     def __call__(self) -> None:
-        step = self.step
-        if step.scaler is not None and self.scaler is not None:
-            step.scaler.load_state_dict(self.scaler)
+        run = self.run
+        if run.scaler is not None and self.scaler is not None:
+            run.scaler.load_state_dict(self.scaler)
         state, groups = self.optimizer
-        step.optimizer.state.clear()
-        step.optimizer.state.update(state)
-        for group, options in zip(step.optimizer.param_groups, groups, strict=True):
+        run.owner.optimizer.state.clear()
+        run.owner.optimizer.state.update(state)
+        for group, options in zip(run.owner.optimizer.param_groups, groups, strict=True):
             group.update(options)
         with torch.no_grad():
             for module, values in self.modules:
@@ -129,14 +140,14 @@ def _loads_by_itself(module: nn.Module) -> bool:
     return any(loads_by_itself(m) for m in module.modules())
 
 
-def _classes(step: TrainStep) -> dict[str, str]:
-    return {"optimizer": type(step.optimizer).__name__, "scaler": type(step.scaler).__name__}
+def _classes(run: Run) -> dict[str, str]:
+    return {"optimizer": type(run.owner.optimizer).__name__, "scaler": type(run.scaler).__name__}
 
 
-def _named(step: TrainStep) -> dict[str, Tensor]:
+def _named(run: Run) -> dict[str, Tensor]:
     """Every trained tensor by a name that another process gives it too."""
-    trained = {id(p) for p in step._owner.parameters()}
-    named = {**step._owner.named_parameters(), **step._owner.others()}
+    trained = {id(p) for p in run.owner.parameters()}
+    named = {**run.owner.named_parameters(), **run.owner.others()}
     return {name: p for name, p in named.items() if id(p) in trained}
 
 
@@ -189,8 +200,8 @@ def _check_whole(state: Any) -> None:
             )
 
 
-def _check_classes(step: TrainStep, given: Mapping[str, str]) -> None:
-    for what, name in _classes(step).items():
+def _check_classes(run: Run, given: Mapping[str, str]) -> None:
+    for what, name in _classes(run).items():
         if given.get(what) != name:
             have, here = (("no scaler" if x == "NoneType" else x) for x in (given.get(what), name))
             raise CheckpointError(
@@ -232,18 +243,18 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any])
                 )
 
 
-def _check_window(step: TrainStep, state: Mapping[str, Any]) -> None:
+def _check_window(run: Run, state: Mapping[str, Any]) -> None:
     done, size, scale = state["done"], state["size"], state["scale"]
     if not 0 <= done < max(size, 1):
         raise CheckpointError(f"The checkpoint is damaged: {done} of {size} batches are waiting. {_UNCHANGED}")
-    if done and size != step.accumulate_steps:
+    if done and size != run.window.size:
         raise CheckpointError(
             f"The checkpoint was made in the middle of an update of {size} batches, and this step has accumulate_steps="
-            f"{step.accumulate_steps}: they must agree, or save after an update. {_UNCHANGED}"
+            f"{run.window.size}: they must agree, or save after an update. {_UNCHANGED}"
         )
     if scale is not None and not 0 < float(scale) < math.inf:
         raise CheckpointError(f"The checkpoint is damaged: its scale is {float(scale)}. {_UNCHANGED}")
-    named, buffers = _named(step), step._owner.buffers()
+    named, buffers = _named(run), run.owner.buffers()
     for name, gradient in state["gradients"].items():
         if name not in named or gradient.shape != named[name].shape:
             raise CheckpointError(f"The checkpoint's gradient of {name} does not fit the model. {_UNCHANGED}")
@@ -259,14 +270,14 @@ def _check_rng(states: Any) -> None:
         raise CheckpointError(f"The checkpoint's random generator cannot be set: {error}. {_UNCHANGED}") from error
 
 
-def _load_window(step: TrainStep, state: Mapping[str, Any]) -> None:
-    window, device = step._window, step._device
+def _load_window(run: Run, state: Mapping[str, Any]) -> None:
+    window, device = run.window, run.device
     window.done, window.number = state["done"], state["number"]
     window.batches, window.held = [], {}
     window.saved = {name: t.to(device, copy=True) for name, t in state["saved"].items()}
     if window.done:
         window.scale = None if state["scale"] is None else state["scale"].to(device, copy=True)
         window.found = None if state["found"] is None else state["found"].to(device, copy=True)
-        for name, parameter in _named(step).items():
+        for name, parameter in _named(run).items():
             gradient = state["gradients"].get(name)
             parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)

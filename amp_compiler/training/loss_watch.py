@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..common.errors import AmpWarning
-from ..runtime.backend import users_frame
+from ..common.messages import users_frame
 
 MESSAGE = (
     "The loss of a training step was not finite while all its gradients were, so the weights were updated. Call "

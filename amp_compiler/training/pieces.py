@@ -10,7 +10,10 @@ from torch import Tensor, fx
 
 from ..common.torch_names import no_autocast
 from ..kernels.unscale import unscale_
-from ..runtime.backend import Backend, Captured, Options, State
+from ..runtime.backend import Backend
+from ..runtime.captured import Captured
+from ..runtime.options import Options
+from ..runtime.state import State
 from .owner import Owner
 from .probe import Probe
 from .results import Answer, check_loss

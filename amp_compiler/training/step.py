@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -14,8 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..capture.dynamo import is_capture_failure, with_own_code
-from ..common.errors import AmpWarning, ArgumentError, CaptureError, PipelineError, VerifyError
-from ..compile import AmpMethod, AmpModule
+from ..common.errors import ArgumentError, CaptureError, PipelineError, VerifyError
+from ..common.torch_names import dispatch_mode
 from ..inspect.report import Report
 from ..kernels.all_finite import all_finite
 from ..kernels.norm import total_norm
@@ -24,9 +22,12 @@ from ..policy.ops.names import OpLike
 from ..rewrite.pipeline import Record
 from ..rewrite.verify import deep_by_default
 from ..runtime.arguments import call_arguments, check_request
-from ..runtime.backend import Captured, Options, State
+from ..runtime.captured import Captured
+from ..runtime.options import Options
+from ..runtime.state import State
 from ..runtime.work import Work
-from . import checkpoint
+from .arguments import check_model, check_numbers, check_optimizer, make_scaler, warn_of_low_parameters
+from .checkpoint import Run, collect, restore
 from .failures import is_ours, needs_autograd, reason_of, users_mistake
 from .loss_watch import LossWatch
 from .overflow import Overflow
@@ -35,14 +36,12 @@ from .pieces import PieceBackend, Pieces
 from .probe import Probe
 from .rerun import explain_last_update
 from .results import Answer, StepResult, check_loss_fn, detached, split
-from .scalers import DynamicLossScaler, LossScaler, StaticLossScaler
+from .scaler_base import LossScaler
+from .scalers import DynamicLossScaler
 from .stuck import warn_if_stuck
 from .update import apply_update
 from .whole import WholeStep
 from .window import Batch, Window, multiply_, rng_state
-
-_SCALERS = 'loss_scaler is "dynamic", a DynamicLossScaler, a StaticLossScaler, a number (a fixed scale) or None'
-
 
 #: the window that a model's gradients belong to; the step owns it, and it may lead back to the model
 _WAITING: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Window]] = weakref.WeakKeyDictionary()
@@ -83,74 +82,17 @@ def compile_train_step(
     >>> bool(result.skipped), float(result.scale)
     (False, 65536.0)
     """
-    if isinstance(model, (AmpModule, AmpMethod)):
-        raise ArgumentError("This module is amp_compile'd already: give model.original to compile_train_step.")
-    if not isinstance(model, nn.Module):
-        raise ArgumentError(f"compile_train_step takes a torch.nn.Module, not {type(model).__name__}.")
-    if any(p.is_meta for p in model.parameters()):
-        raise ArgumentError(
-            "The model is on the meta device and has no values: give it some by model.to_empty(device=…)."
-        )
+    check_model(model)
     check_loss_fn(loss_fn)
-    _check_optimizer(optimizer, model)
-    if isinstance(accumulate_steps, bool) or not isinstance(accumulate_steps, int) or accumulate_steps < 1:
-        raise ArgumentError(f"accumulate_steps must be a whole number of at least 1, not {accumulate_steps!r}.")
-    if max_grad_norm is not None and (
-        isinstance(max_grad_norm, bool) or not isinstance(max_grad_norm, (int, float)) or not max_grad_norm > 0
-    ):
-        raise ArgumentError(f"max_grad_norm must be a positive number or None, not {max_grad_norm!r}.")
+    check_optimizer(optimizer, model)
+    check_numbers(accumulate_steps, max_grad_norm)
     asked = check_request(level, dtype, policy, white_list, black_list, exclude, backend, disable_passes)
     chosen = asked.policy_for(model)
     # between the pieces of a model that breaks the graph, autocast's own numerics leave low values low
     options = Options(chosen, backend, chosen.autocast_device is None, disable_passes=asked.disable_passes)
-    scaler = None if "scale_loss" in asked.disable_passes else _scaler(loss_scaler)
-    low = next(
-        (p.dtype for p in model.parameters() if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16)), None
-    )
-    if low is not None:
-        warnings.warn(
-            f"The model's parameters are {dtype_name(low)}: there are no fp32 masters, so small updates are lost to "
-            "rounding and gradients are rounded too. Give the model in fp32 (model.float()).",
-            AmpWarning,
-            stacklevel=2,
-        )
+    scaler = None if "scale_loss" in asked.disable_passes else make_scaler(loss_scaler)
+    warn_of_low_parameters(model)
     return TrainStep(model, loss_fn, optimizer, options, scaler, accumulate_steps, max_grad_norm, return_output)
-
-
-def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ArgumentError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}.")
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ArgumentError(
-            f"{type(optimizer).__name__} evaluates the model several times an update through a closure, which "
-            "a compiled step with loss scaling cannot do: keep your own loop with amp_compile, in bfloat16, for it."
-        )
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if not any(id(p) in held for p in model.parameters()):
-        raise ArgumentError(
-            "The optimizer holds none of the model's parameters: make it from model.parameters(), after the model has "
-            "its device and dtype."
-        )
-
-
-def _scaler(asked: Any) -> LossScaler | None:
-    if asked is None:
-        return None
-    if isinstance(asked, LossScaler):
-        return asked if asked.is_enabled() else None
-    if isinstance(asked, str):
-        if asked == "dynamic":
-            return DynamicLossScaler()
-        raise ArgumentError(f"Unknown loss_scaler {asked!r}: {_SCALERS}.")
-    if isinstance(asked, (int, float)) and not isinstance(asked, bool):
-        return StaticLossScaler(float(asked))
-    if isinstance(asked, torch.amp.GradScaler):
-        raise ArgumentError(
-            "A torch.amp.GradScaler cannot be part of a graph: give DynamicLossScaler(), after load_state_dict("
-            "grad_scaler.state_dict()) on it to go on from there."
-        )
-    raise ArgumentError(f"{_SCALERS}, not {type(asked).__name__}.")
 
 
 class TrainStep:
@@ -193,7 +135,7 @@ class TrainStep:
 
     @optimizer.setter
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        _check_optimizer(optimizer, self.model)
+        check_optimizer(optimizer, self.model)
         self._owner.optimizer = optimizer
 
     # ------------------------------------------------------------------------------------------- calling
@@ -250,7 +192,7 @@ class TrainStep:
 
     def _run_captured(self, args: tuple[Any, ...], kwargs: Any, targets: Any) -> Answer:
         if self._pieces is None:
-            if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
+            if dispatch_mode() is not None:
                 raise ArgumentError(
                     "A training step cannot be captured under a TorchDispatchMode (a FLOP counter, a debug mode): "
                     "Dynamo compiles nothing there. Take the call out of it, or count with torch.profiler."
@@ -412,11 +354,14 @@ class TrainStep:
         self._loss_watch.look()
         if self.scaler is not None:
             warn_if_stuck(self.scaler, self._explain, waited=True)
-        return checkpoint.collect(self)
+        return collect(self._run_state())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a ``state_dict()``. If something in it does not fit, an error says what; nothing is changed."""
-        checkpoint.restore(self, state)
+        restore(self._run_state(), state)
+
+    def _run_state(self) -> Run:
+        return Run(self._owner, self.scaler, self._window, self._device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainStep:
         """A step of its own: copies of model, optimizer and scaler, captured anew at its first call."""

@@ -10,9 +10,9 @@ import warnings
 from collections.abc import Callable
 
 from ..common.errors import AmpWarning
-from ..runtime.backend import first_line, users_frame
+from ..common.messages import first_line, users_frame
 from .overflow import Overflow
-from .scalers import LossScaler
+from .scaler_base import LossScaler
 
 
 def warn_if_stuck(scaler: LossScaler, explain: Callable[[], Overflow], *, waited: bool) -> None:
@@ -24,7 +24,7 @@ def warn_if_stuck(scaler: LossScaler, explain: Callable[[], Overflow], *, waited
     try:
         lines = str(explain()).splitlines()
     except Exception as error:  # no memory for a second run, or code that cannot run twice
-        lines = [f"What overflowed could not be found out ({first_line(error)})."]
+        lines = [f"What overflowed could not be found out ({first_line(error, named=True)})."]
     warnings.warn(
         f"The last {count} updates were skipped, because a gradient was not finite each time: the weights stand still. "
         f"The loss scale is {scaler.get_scale():g}. {' '.join(dict.fromkeys((lines[0], lines[-1])))} "

@@ -13,15 +13,17 @@ import torch
 from torch import Tensor, fx
 
 from .. import ir
-from ..capture.autodiff import compile_joint, copy_graph, decompositions_for, joint_graph
+from ..capture.autodiff import compile_joint, decompositions_for, joint_graph
 from ..capture.effects import assigned_attributes, input_sources
 from ..common.errors import CaptureError
 from ..common.torch_names import foreach_copy_, no_autocast, pytree
 from ..inspect.report import cast_totals, graph_rows, kernel_counts
 from ..passes import order
 from ..rewrite.base import Context
-from ..runtime.backend import Backend, Options, Piece, State, resolve_backend
+from ..runtime.backend import Backend
+from ..runtime.options import Options, resolve_backend
 from ..runtime.prepare import prepare_kernels
+from ..runtime.state import Piece, State
 from .owner import Owner
 from .probe import Probe
 from .results import check_loss
@@ -55,7 +57,7 @@ class WholeStep(Backend):
         own = {i for i, source in enumerate(sources) if not source.startswith(_GIVEN)}
         known = {id(tensor): name for name, tensor in self.owner.buffers().items()}
         names = [known.get(id(given), source) for given, source in zip(example_inputs, sources, strict=True)]
-        forward = _copy(graph)
+        forward = ir.copy_graph(graph)  # AOTAutograd changes what it is given: outputs are detached there
         backend = resolve_backend(self.options.backend, example_inputs)
         joint = joint_graph(forward, example_inputs, own, decompositions_for(backend))
         places = [n for n in graph.graph.nodes if n.op == "placeholder"]
@@ -116,13 +118,6 @@ def _output(graph: fx.GraphModule, index: int) -> Any:
     last = next(iter(reversed(graph.graph.nodes)))
     node = pytree.tree_leaves(last.args[0])[index]
     return ir.tensor_of(node) if isinstance(node, fx.Node) else node
-
-
-def _copy(graph: fx.GraphModule) -> fx.GraphModule:
-    """The same graph once more, for AOTAutograd's own changes (the outputs are detached there)."""
-    twin = fx.GraphModule(graph, copy_graph(graph.graph))
-    twin.meta.update(graph.meta)
-    return twin
 
 
 class StepGraph:

@@ -40,10 +40,9 @@ def like_autocast(at: At) -> Decision | None:
 def _by_lists(at: At, device: str, low: torch.dtype) -> Decision:
     lists, overload, node = torch_lists.LISTS[device], ir.overload_name(at.node), at.node
     if overload in lists["banned"]:
-        raise BannedOpError(
-            f"torch.autocast bans {at.name} on {device}: use binary_cross_entropy_with_logits. "
-            f"At {ir.source_line(node) or node.name}."
-        )
+        where, hint = ir.source_line(node), "use binary_cross_entropy_with_logits."
+        message = f"torch.autocast bans {at.name} on {device}: {hint} At {where or node.name}."
+        raise BannedOpError(message, node=node.name, source=where, hint=hint)
     if overload in lists["low"]:
         return decisions.cast(node, low, "torch.autocast runs it in low precision", Rule.AUTOCAST)
     if overload in lists["fp32_set_dtype"] and (explicit := code.explicit_dtype(at)) is not None:

@@ -143,7 +143,9 @@ def _checked(at: At, dtype: torch.dtype, reason: str, rule: Rule, causes: tuple[
             told = f"its low-precision kernel needs strides of {row.stride_bytes} bytes: kept in fp32"
             return decisions.cast(node, F32, told, Rule.FP32_ONLY, choice)
         if row is not None and row.banned and dtype is torch.float16:
-            raise BannedOpError(f"{at.name}: {row.banned} At {ir.source_line(node) or node.name}.")
+            where = ir.source_line(node)
+            message = f"{at.name}: {row.banned} At {where or node.name}."
+            raise BannedOpError(message, node=node.name, source=where, hint=row.banned)
         if ir.has_integer_operand(node) and any(map(ir.is_eligible, ir.tensor_outputs(node))):
             told = "computes with integers, which the low dtype may not represent: kept in fp32"
             return decisions.cast(node, F32, told, Rule.CONSTANT, choice)

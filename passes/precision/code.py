@@ -14,7 +14,6 @@ from amp_compiler.policy.ops.row import OpClass
 
 from .state import At
 
-CASTS = ("to", "_to_copy", "type_as", "prims::convert_element_type")
 #: ops that make a tensor of one value, in a dtype that they name
 FILLS = ("zeros", "ones", "full", "empty", "eye", "scalar_tensor", "empty_strided")
 
@@ -27,7 +26,7 @@ def selected(at: At) -> Decision | None:
 def author_cast(at: At) -> Decision | None:
     """A cast of the model's code is honoured as it stands; one that followed another tensor's dtype, as in
     ``x.to(y.dtype)`` (see ``mark_dtype_origin``), follows the precision assigned here."""
-    if at.name not in CASTS:
+    if not ir.is_conversion(at.node):
         return None
     node, state = at.node, at.state
     out, known = decisions.traced(node), ir.origin(node)

@@ -14,7 +14,6 @@ from amp_compiler.ir.wide import why_wide
 from amp_compiler.policy import Rule, dtype_name
 from amp_compiler.policy.ops.row import OpClass
 
-from .code import CASTS
 from .state import At, State
 
 #: views that mean another thing in another dtype
@@ -79,7 +78,7 @@ def makers_in_fp32(state: State) -> dict[fx.Node, Because]:
             why = f"{ir.op_name(node)}, a custom op, writes to it"
         elif misfit is not None:
             why = f"the constant {misfit.value:g}, written into its result, does not fit {dtype_name(low)}"
-        elif aliases.is_view(node) and ir.op_name(node) in CASTS and aliases.observes_alias(node):
+        elif aliases.is_view(node) and ir.is_conversion(node) and aliases.observes_alias(node):
             why = f"{node.name} is one tensor with it, and one of the two is written to"
         elif aliases.is_view(node) and ir.overload_name(node) in DTYPE_VIEWS:
             why = f"{node.name} looks at its bytes, and they are written to"

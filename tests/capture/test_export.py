@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from amp_compiler import Policy, amp_compile, ir, precision
 from amp_compiler.capture.export import Exported, capture_export
 from amp_compiler.common.errors import CaptureError
-from amp_compiler.inspect.report import Row, graph_rows
+from amp_compiler.inspect.data import Row
+from amp_compiler.inspect.report import graph_rows
 from amp_compiler.passes import order
 from amp_compiler.policy.ops.names import find_row
 from amp_compiler.policy.ops.row import OpClass
@@ -223,3 +224,25 @@ def test_code_that_asks_no_tensor_for_its_dtype_is_traced_once(how: str) -> None
     captured = capture_export(Asks(how).eval(), (torch.randn(3, 4),), low=BF16)
     assert (captured.twin is None) is (how == "")
     assert not captured.twin_failed
+
+
+class NestedRegions(nn.Module):
+    """Constants and branches inside of regions, one region inside another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = (x @ x).float()
+            with torch.no_grad():
+                z = torch.cond(x.sum() > 0, lambda a: a * 2, lambda a: a - 1, (x,))
+            z = z + torch.tensor([5.0, 7.0])
+            return torch.cond(x.sum() > 0, lambda a, b: a + b, lambda a, b: a - b, (y, z))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_regions_inside_regions_keep_what_they_read(inference: bool) -> None:
+    x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    found = capture_export(NestedRegions(), (x,), inference=inference)
+    names = [ir.op_name(n) for _, inner in ir.all_graphs(found.graph) for n in inner.graph.nodes]
+    assert "higher_order::wrap_with_autocast" not in names
+    assert not inference or "higher_order::wrap_with_set_grad_enabled" not in names
+    assert torch.equal(found.program.module()(x), x @ x + x * 2 + torch.tensor([5.0, 7.0]))

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 from amp_compiler import amp_compile
-from amp_compiler.inspect.report import Row
+from amp_compiler.inspect.data import Row
 from amp_compiler.passes import order
 from helpers import BF16, F16, F32, LOW, ExportMixed, context, each, pre_dispatch
 

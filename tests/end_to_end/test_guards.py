@@ -23,7 +23,6 @@ from torch._functorch import partitioners
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from amp_compiler import AmpModule, AmpWarning, Policy, amp_compile, ir, precision
-from amp_compiler import compile as compile_
 from amp_compiler.capture import autodiff, dynamo, export, higher_order, interpreter, lower, origin, recurrent, twin
 from amp_compiler.common.errors import VerifyError
 from amp_compiler.ir import Decision, Mode, constants, decisions
@@ -35,7 +34,8 @@ from amp_compiler.passes.precision.carried import Carried
 from amp_compiler.passes.precision.limits import Limits
 from amp_compiler.policy import Rule
 from amp_compiler.policy.ops.row import Row
-from amp_compiler.runtime.backend import Captured
+from amp_compiler.runtime.captured import Captured
+from amp_compiler.runtime.state import State
 from helpers import BF16, F16, F32, ExportMixed, casts, context, exported, functional, ops, pre_dispatch, same
 
 Removal = Callable[[pytest.MonkeyPatch], None]
@@ -693,7 +693,7 @@ def in_a_scope(x: Tensor) -> Tensor:
         return x.exp()
 
 
-@trap("not captured: a graph break before any op", gives(compile_.State, "missed"), fn=at_once)
+@trap("not captured: a graph break before any op", gives(State, "missed"), fn=at_once)
 @trap("not captured: a graph break in a scope", gives(dynamo.Tally, "skipped_since"), fn=in_a_scope)
 @trap("not captured: the whole model", gives(Captured, "_nothing_captured"), fn=lambda x: opaque(None, x))
 def not_captured(fn: Any) -> None:

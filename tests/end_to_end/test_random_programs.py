@@ -31,7 +31,9 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
 
 from amp_compiler import AmpWarning, Policy, amp_compile
-from amp_compiler.runtime.backend import Backend, Options, State
+from amp_compiler.runtime.backend import Backend
+from amp_compiler.runtime.options import Options
+from amp_compiler.runtime.state import State
 from helpers import in_turn
 
 LEAVES = ("x", "y", "t", "u", "w", "b", "k", "c", "s", "z", "q", "ids", "mask", "tiny")

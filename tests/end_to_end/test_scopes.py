@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from amp_compiler import AmpWarning, Policy, amp_compile, precision, set_precision
-from amp_compiler.inspect.report import Row
+from amp_compiler.inspect.data import Row
 from helpers import BF16, F16, F32, ExportMixed, in_turn
 
 FRONTS = ("dynamo", "export")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from amp_compiler import AmpWarning, amp_compile
-from amp_compiler.compile import AmpModule
+from amp_compiler.module import AmpModule
 from helpers import F16, LOW, context, pre_dispatch, prepared
 
 LOG = logging.getLogger(__name__)

@@ -21,15 +21,10 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.profiler import profile
 
-from amp_compiler.common.errors import AmpError, AmpWarning, ArgumentError
-from amp_compiler.training.scalers import (
-    STUCK_AFTER,
-    DynamicLossScaler,
-    LossScaler,
-    ScalerError,
-    StaticLossScaler,
-    all_finite,
-)
+from amp_compiler.common.errors import AmpError, AmpWarning, ArgumentError, ScalerError
+from amp_compiler.training.finite import all_finite
+from amp_compiler.training.scaler_base import STUCK_AFTER, LossScaler
+from amp_compiler.training.scalers import DynamicLossScaler, StaticLossScaler
 from amp_compiler.training.update import apply_update, takes_found_inf
 
 INF, NAN = math.inf, math.nan

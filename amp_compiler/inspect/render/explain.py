@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +9,12 @@ from typing import Any
 from rich.text import Text
 
 from ...common.errors import ArgumentError
+from ...common.messages import nearest_path, suggestion
 from ...ir.view import INPUTS, SHORT, GraphView, NodeView
 from ...policy import LEVELS, Rule, matches, words_for
 from ...policy.ops.names import canonical
 from ...policy.ops.row import OpClass
-from .select import find, nearest_module
+from .select import find, modules
 from .words import CAST, COLOURS, count, size
 
 _LENGTH = 12  # a chain goes no further than this
@@ -60,13 +60,13 @@ def chosen(
         found = [n for n in found if n.op in names]
         if not found:
             there = sorted({n.op for n in view.nodes if n.kind == "call"})
-            near = difflib.get_close_matches(op, there, n=3)
-            hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-            raise ArgumentError(f"The graph has no op {op!r}; it has {', '.join(there)}.{hint}")
+            hint = suggestion(op, there, most=3)
+            raise ArgumentError(f"The graph has no op {op!r}; it has {', '.join(there)}.", hint=hint)
     if module is not None:
         found = [n for n in found if matches(module, n.module)]
         if not found:
-            raise ArgumentError(f"No op of the graph is in a module {module!r}. {nearest_module(view, module)}")
+            hint = nearest_path(module, modules(view))
+            raise ArgumentError(f"No op of the graph is in a module {module!r}.", hint=hint)
     return found
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...ir.view import NodeView
 from ...rewrite.pipeline import Record
-from ..report import Report
+from ..data import ReportData
 from .pieces import merge_pieces
 from .words import CAST, COLOURS
 
@@ -26,7 +26,7 @@ _FIELDS = ("name", "kind", "op", "value", "precision", "reason", "rule", "cls", 
            "origin", "subgraph")  # fmt: skip
 
 
-def page(stages: Sequence[Record], report: Report, *, title: str, graph: str) -> str:
+def page(stages: Sequence[Record], report: ReportData, *, title: str, graph: str) -> str:
     """The page of the stages of one model."""
     texts = {"title": html.escape(f"{title} · amp-compiler"), "data": _script(encode(stages, report, title, graph))}
     files = {"style": "page.css", "dagre": "dagre.min.js", "layout": "layout.js", "page": "page.js",
@@ -39,7 +39,7 @@ def page(stages: Sequence[Record], report: Report, *, title: str, graph: str) ->
     return made
 
 
-def report_page(report: Report) -> str:
+def report_page(report: ReportData) -> str:
     """The page of a report, with the graphs that it was made of."""
     stages = merge_pieces([s for s in report.stages if s.graph != "weights"])
     kinds = {s.graph for s in stages}
@@ -61,7 +61,7 @@ def _script(data: Any) -> str:
     return text.replace("</", "<\\/").replace("<!--", "<\\u0021--")
 
 
-def encode(stages: Sequence[Record], report: Report, title: str, graph: str) -> dict[str, Any]:
+def encode(stages: Sequence[Record], report: ReportData, title: str, graph: str) -> dict[str, Any]:
     """What the page shows, as plain values."""
     strings: dict[str, int] = {}
     nodes: dict[NodeView, int] = {}

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...ir.view import GraphView, NodeView
 from ...rewrite.pipeline import Record
-from ..report import Report
+from ..data import ReportData
 
 SCHEMA_VERSION = 1
 
@@ -25,7 +25,7 @@ def schema() -> dict[str, Any]:
     return found
 
 
-def report_document(report: Report) -> dict[str, Any]:
+def report_document(report: ReportData) -> dict[str, Any]:
     """A report as plain values."""
     return {
         "schema": SCHEMA_VERSION,
@@ -45,13 +45,13 @@ def report_document(report: Report) -> dict[str, Any]:
     }
 
 
-def report_text(report: Report) -> str:
+def report_text(report: ReportData) -> str:
     """A report as JSON text."""
     return json.dumps(report_document(report), indent=1)
 
 
 def graph_document(
-    report: Report, view: GraphView, stages: Sequence[Record], *, target: str, graph: str
+    report: ReportData, view: GraphView, stages: Sequence[Record], *, target: str, graph: str
 ) -> dict[str, Any]:
     """A report with the nodes of one graph and the stages that led to it."""
     return {

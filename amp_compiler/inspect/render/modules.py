@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..report import LOW, Report, Row
+from ..data import LOW, ReportData, Row
 
 LINES = 12  # modules are opened while there are at most so many lines,
 UNIFORM_LINES = 8  # and those whose ops have one precision up to so many
@@ -84,7 +84,7 @@ class _Tree:
             self.below[name].absorb(tree)
 
 
-def summarize(report: Report, lines: int = LINES) -> list[ModuleSummary]:
+def summarize(report: ReportData, lines: int = LINES) -> list[ModuleSummary]:
     """The modules of a report, in the order of its rows, on about ``lines`` lines that add up to the whole."""
     root = _Tree()
     for row in report.rows:
@@ -95,7 +95,7 @@ def summarize(report: Report, lines: int = LINES) -> list[ModuleSummary]:
     return [tree.itself(name) if alone else tree.total(name) for name, tree, alone in _opened(root, lines)]
 
 
-def merged_names(report: Report) -> dict[str, str]:
+def merged_names(report: ReportData) -> dict[str, str]:
     """Module path -> the path that stands for it: ``encoder.layer.3.output`` -> ``encoder.layer.0-11.output``."""
     root = _Tree()
     for row in report.rows:

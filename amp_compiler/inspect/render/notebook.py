@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from ..report import Report
+from ..data import ReportData
 from .summary import WIDTH, lines
 from .text import plain
 from .words import COLOURS, count
@@ -12,7 +12,7 @@ from .words import COLOURS, count
 _ROWS = 500  # a notebook isn't the place for more; to_html() is
 
 
-def table(report: Report) -> str:
+def table(report: ReportData) -> str:
     """The summary, and the rows, colored by precision."""
     told = f"<pre style='line-height:1.25'>{escape(plain(lines(report, WIDTH)))}</pre>"
     if not report.rows:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
-
 from ...common.errors import ArgumentError
+from ...common.messages import nearest_path, suggestion
 from ...ir.view import INPUTS, GraphView, NodeView
 from ...policy import matches
 
@@ -23,19 +22,12 @@ def in_module(view: GraphView, pattern: str) -> GraphView:
     """The nodes of the modules that a pattern names, and the parameters and inputs that they read."""
     paths = modules(view)
     if not any(matches(pattern, path) for path in paths):
-        hint = nearest_module(view, pattern)
-        raise ArgumentError(f"The module pattern {pattern!r} matches no module of the graph. {hint}")
+        hint = nearest_path(pattern, paths)
+        raise ArgumentError(f"The module pattern {pattern!r} matches no module of the graph.", hint=hint)
     keep = {n.name for n in view.nodes if matches(pattern, n.module) and n.kind not in INPUTS}
     read = {name for n in view.nodes if n.name in keep for name in n.inputs}
     keep |= {n.name for n in view.nodes if n.name in read and n.kind in INPUTS}
     return view.part(keep)
-
-
-def nearest_module(view: GraphView, pattern: str) -> str:
-    """The end of an error about a pattern that matches nothing: the nearest path, or what paths look like."""
-    paths = modules(view)
-    near = difflib.get_close_matches(pattern.rstrip(".*"), paths, n=1)
-    return f"Did you mean {near[0]!r}?" if near else f"Paths look like: {', '.join(paths[:4]) or '(none)'}."
 
 
 def find(view: GraphView, name: str) -> NodeView:
@@ -45,6 +37,5 @@ def find(view: GraphView, name: str) -> NodeView:
     labelled = [n for n in view.nodes if n.label == name]
     if labelled:
         return labelled[0]
-    near = difflib.get_close_matches(name, view.by_name, n=3)
-    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else " `dump` lists the names."
-    raise ArgumentError(f"The graph has no node {name!r}.{hint}")
+    hint = suggestion(name, view.by_name, most=3, otherwise="`dump` lists the names.")
+    raise ArgumentError(f"The graph has no node {name!r}.", hint=hint)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from rich.text import Text
 
 from ...policy import LEVELS, Rule
-from ..report import LOW, Report, Row, work_line
+from ..data import LOW, ReportData, Row, work_line
 from .modules import ROOT, merged_names, summarize
 from .words import CAST, COLOURS, count, size
 
@@ -30,7 +30,7 @@ def terminal_width() -> int:
     return max(shutil.get_terminal_size((WIDTH, 24)).columns, _NARROW)
 
 
-def lines(report: Report, width: int | None = None, hint: bool = True) -> list[Text]:
+def lines(report: ReportData, width: int | None = None, hint: bool = True) -> list[Text]:
     """What ``print(report)`` shows. ``hint``: whether to end with how to go on in Python."""
     width = width or terminal_width()
     if not report.rows and not report.not_captured:
@@ -41,7 +41,7 @@ def lines(report: Report, width: int | None = None, hint: bool = True) -> list[T
     return [*made, Text(), *_paragraph(_hint(report), width, style="dim")] if hint and report.rows else made
 
 
-def _hint(report: Report) -> str:
+def _hint(report: ReportData) -> str:
     """What to type next, with names of this report."""
     kept = [r for r in report.rows if r.precision == "float32" and r.rule in (Rule.TABLE, Rule.WIDE)]
     kept = [r for r in kept if not _is_ordinary(r)]
@@ -56,7 +56,7 @@ def _hint(report: Report) -> str:
     return f'{told} One op: report.why("{one.op}"). To run it {change}.'
 
 
-def full(report: Report, width: int | None = None) -> list[Text]:
+def full(report: ReportData, width: int | None = None) -> list[Text]:
     """Every row below its module, and the rest of the report behind them."""
     width = width or terminal_width()
     if not report.rows:
@@ -80,7 +80,7 @@ def full(report: Report, width: int | None = None) -> list[Text]:
     return [*made, Text(), *ending(report, width)]
 
 
-def ending(report: Report, width: int, graph: str = "") -> list[Text]:
+def ending(report: ReportData, width: int, graph: str = "") -> list[Text]:
     """What stands below a list of all ops: the totals, what was not captured, notes and kernels. ``graph``: which one
     the casts are counted in."""
     remarks = _remarks(report, width)
@@ -92,7 +92,7 @@ def _named(row: Row) -> str:
     return row.node if row.node.rstrip("_0123456789") == row.op.rstrip("_0123456789") else f"{row.node} ({row.op})"
 
 
-def totals(report: Report, width: int, graph: str = "") -> list[Text]:
+def totals(report: ReportData, width: int, graph: str = "") -> list[Text]:
     """What a report adds up to, in two lines or three."""
     counts: list[Text | str] = []
     for name, number in sorted(report.by_precision.items()):
@@ -110,7 +110,7 @@ def totals(report: Report, width: int, graph: str = "") -> list[Text]:
 # -------------------------------------------------------------------------------------------- by module
 
 
-def _modules(report: Report, width: int) -> list[Text]:
+def _modules(report: ReportData, width: int) -> list[Text]:
     found = summarize(report)
     precisions = [name for name in COLOURS if any(m.ops[name] for m in found)]
     flops = sum(m.flops for m in found)
@@ -143,7 +143,7 @@ def _right(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
 # ------------------------------------------------------------------------------------------- the unusual
 
 
-def _in_fp32(report: Report, width: int) -> list[Text]:
+def _in_fp32(report: ReportData, width: int) -> list[Text]:
     """The ops in fp32 by their reasons; at O0 nothing else is to be expected."""
     rows = [r for r in report.rows if r.precision == "float32" and LEVELS[report.level].rewrites]
     if not rows:
@@ -164,7 +164,7 @@ def _is_ordinary(row: Row) -> bool:
     return row.rule in _ORDINARY or (row.rule in _FOLLOWING and bool(row.causes))
 
 
-def _limits(report: Report, width: int) -> list[Text]:
+def _limits(report: ReportData, width: int) -> list[Text]:
     """Numbers that became the low dtype's own limit."""
     found: dict[str, list[Row]] = {}
     for row in report.rows:
@@ -177,7 +177,7 @@ def _limits(report: Report, width: int) -> list[Text]:
     return [Text("constants", style="bold"), *made]
 
 
-def _remarks(report: Report, width: int) -> list[Text]:
+def _remarks(report: ReportData, width: int) -> list[Text]:
     """What was not captured, the notes, and the kernels that stand in for ATen's."""
     made: list[Text] = []
     for what in report.not_captured:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Callable
 from typing import Any
 
 from ...common.errors import UnknownOpError
+from ...common.messages import suggestion
 from ...common.torch_names import OpOverload, OpOverloadPacket, schema_of, schemas_of
 from .row import Row
 from .table import ALIASES, ROWS
@@ -97,9 +97,8 @@ def _known(name: str, given: OpLike) -> str:
     if "::" in name or row is not None or _exists("aten", name):
         plain = row.name if row is not None and row.name + "_" == name else name
         return EQUIVALENT.get(plain, plain)
-    near = difflib.get_close_matches(name, list(rows_by_name()), n=3, cutoff=0.6)
-    hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
-    raise UnknownOpError(
-        f"Unknown op {given!r}.{hint} Ops are named as in torch.ops.aten; "
+    rule = (
+        "Ops are named as in torch.ops.aten; "
         "a custom op is 'namespace::name' and must be registered before the policy is made."
     )
+    raise UnknownOpError(f"Unknown op {given!r}.", hint=f"{suggestion(name, rows_by_name(), most=3)} {rule}".strip())

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from amp_compiler import amp_compile, compile_train_step
 from amp_compiler.common.errors import ArgumentError
+from amp_compiler.inspect.data import Row
 from amp_compiler.inspect.render.modules import LINES, summarize
 from amp_compiler.inspect.render.summary import lines
-from amp_compiler.inspect.report import Report, Row
+from amp_compiler.inspect.report import Report
 
 REASONS = {
     "linear": "a matrix product: fast on low-precision units",

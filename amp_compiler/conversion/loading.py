@@ -1,4 +1,4 @@
-"""Any ``torch.export`` archive, a converted model's or a plain one's, read without running code that is in it."""
+"""Load a converted model, or any ``torch.export`` archive, without running code that is in the file."""
 
 from __future__ import annotations
 
@@ -10,9 +10,21 @@ import torch
 
 from ..capture import program as programs
 from ..common.errors import AmpError, ArchiveError
-from .archive import DETAILS, load_converted
+from ..common.messages import first_line
+from .archive import DETAILS, read
 from .converted import ConvertedModel
 from .safety import Unsafe, check_members, check_program
+
+
+def load_converted(path: str | os.PathLike[str]) -> ConvertedModel:
+    """A model that ``ConvertedModel.save`` wrote, with its policy and report; kernels are chosen for this machine.
+
+    Nothing that is stored in the file is run as code: tensors are read as bytes, the graph may only name ops of torch
+    and of packages that you have imported, and an archive that would need unpickling is refused. ``torch.export.load``
+    reads the same file but unpickles what asks for it, so give it only files that you trust.
+    """
+    program, details, form = read(path)
+    return ConvertedModel(program, details, form, [])
 
 
 def load_any(path: str | os.PathLike[str]) -> ConvertedModel | torch.export.ExportedProgram:
@@ -38,7 +50,5 @@ def load_any(path: str | os.PathLike[str]) -> ConvertedModel | torch.export.Expo
     except AmpError:
         raise
     except Exception as error:  # torch's reader gives many kinds of errors on a damaged or foreign file
-        first = (str(error).strip().splitlines() or [""])[0][:200]
-        raise ArchiveError(
-            f"{source} is no program of torch.export, or it is damaged: {type(error).__name__}: {first}"
-        ) from error
+        first = first_line(error, named=True, limit=200)
+        raise ArchiveError(f"{source} is no program of torch.export, or it is damaged: {first}") from error

@@ -1,0 +1,62 @@
+"""Parts of messages: the first line of an error, the nearest known name, the user's own line of code."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Iterable
+from types import FrameType
+
+#: modules whose frames stand between a user's line and ours
+_INSIDE = ("amp_compiler", "torch.", "contextlib", "functools")
+
+
+def first_line(error: BaseException, *, named: bool = False, limit: int | None = None) -> str:
+    """The first line of an error's text that is not empty; the name of its class if it has no text.
+
+    ``named``: with the class in front. ``limit``: at most so many characters of the line.
+
+    >>> first_line(ValueError("no such size\\nmore"), named=True), first_line(ValueError())
+    ('ValueError: no such size', 'ValueError')
+    """
+    name = type(error).__name__
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:limit]
+    if not line:
+        return name
+    return f"{name}: {line}" if named else line
+
+
+def suggestion(
+    given: str, known: Iterable[str], *, most: int = 1, cutoff: float = 0.6, otherwise: str = ""
+) -> str:
+    """``Did you mean 'linear'?`` with the known names that are nearest to ``given``, at most ``most`` of them;
+    ``otherwise`` where none is near.
+
+    >>> suggestion("liner", ["linear", "conv2d"]), suggestion("x", ["linear"], otherwise="Known: linear.")
+    ("Did you mean 'linear'?", 'Known: linear.')
+    """
+    near = difflib.get_close_matches(given, list(known), n=most, cutoff=cutoff)
+    return f"Did you mean {' or '.join(map(repr, near))}?" if near else otherwise
+
+
+def nearest_path(pattern: str, paths: Iterable[str]) -> str:
+    """The end of an error about a module pattern that matches nothing: the nearest path, or what paths look like."""
+    known = [path for path in paths if path]
+    return suggestion(pattern.rstrip(".*"), known, otherwise=f"Paths look like: {', '.join(known[:4]) or '(none)'}.")
+
+
+def users_frame() -> int:
+    """The ``stacklevel`` by which a warning of the caller names the user's own line, not one of ours or torch's."""
+    return _users(sys._getframe(1))[1]
+
+
+def users_code() -> FrameType:
+    """The frame of the user's code that led to the caller."""
+    return _users(sys._getframe(1))[0]
+
+
+def _users(frame: FrameType) -> tuple[FrameType, int]:
+    level = 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_INSIDE):
+        frame, level = frame.f_back, level + 1
+    return frame, level

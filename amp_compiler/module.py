@@ -1,0 +1,381 @@
+"""``AmpModule``: a model that was compiled, which behaves as the original and runs in mixed precision."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import threading
+import types
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from .capture import dynamo
+from .capture.frames import is_optimized
+from .common.errors import AmpWarning, ArgumentError
+from .common.messages import users_frame
+from .inspect.report import Report
+from .ir.nesting import mark_of, policy_region
+from .policy import Policy, dtype_name
+from .policy.scopes import is_inside_call
+from .rewrite.pipeline import Record
+from .runtime.arguments import call_arguments
+from .runtime.captured import Captured
+from .runtime.methods import calling, stand_in
+from .runtime.options import Options
+from .runtime.state import State
+
+#: names that belong to nn.Module itself: the machinery of calls, hooks and state_dict()
+_MACHINERY = frozenset({*dir(nn.Module), *nn.Module().__dict__})
+
+_FIRST_CALLS = threading.RLock()
+
+
+class AmpModule(nn.Module):
+    """What ``amp_compile`` returns: behaves as the original module and runs in mixed precision.
+
+    Parameters, buffers and submodules are the original's own objects, so ``state_dict()`` has the original's
+    keys and any optimizer works. ``isinstance`` finds the original's class too, and ``inspect.signature(fast.forward)``
+    is the original's. ``enabled = False`` runs the original.
+
+    An attribute that is set goes to the first of these that fits:
+
+    1. names of ``nn.Module`` itself (``forward``, hooks, methods) stay on this object;
+    2. what the original has already is set there;
+    3. new parameters, modules and tensors go to the original, and so does every new public name;
+    4. new private names (``_original_forward``), and methods bound to this object, stay on this object.
+    """
+
+    _amp_compiled = True  # by this the rooms below know a compiled module: scopes.original_of, nesting
+    _OWN = frozenset({"enabled", "training", "_original", "_options", "_state", "_compiled", "_modules", "_parameters",
+                      "_buffers", "_non_persistent_buffers_set", "_is_function", "_ready", "_stand_in",
+                      "_given_class", "_mark", "__class__"})  # fmt: skip
+
+    def __new__(cls, target: Callable[..., Any], options: Options) -> AmpModule:
+        return super().__new__(_class_for(target) if cls is AmpModule else cls)
+
+    def __init__(self, target: Callable[..., Any], options: Options) -> None:
+        is_function = not isinstance(target, nn.Module)
+        object.__setattr__(self, "_ready", False)
+        super().__init__()
+        object.__setattr__(self, "_original", target)
+        object.__setattr__(self, "_is_function", is_function)
+        object.__setattr__(self, "_options", options)
+        object.__setattr__(self, "_state", State())
+        object.__setattr__(self, "_compiled", None)
+        object.__setattr__(self, "_given_class", type(target))
+        object.__setattr__(self, "_mark", mark_of(options.policy))
+        object.__setattr__(self, "_stand_in", None)
+        object.__setattr__(self, "enabled", True)
+        if isinstance(target, nn.Module):
+            for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+                object.__setattr__(self, name, getattr(target, name))
+        object.__setattr__(self, "_ready", True)
+
+    # ------------------------------------------------------------------------------------------- calling
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.enabled:
+            return self._original(*args, **kwargs)
+        if torch.compiler.is_compiling() or is_inside_call():
+            return self._traced(*args, **kwargs)
+        return self._call(*args, **kwargs)
+
+    def _traced(self, *args: Any, **kwargs: Any) -> Any:
+        """The same while something is traced that holds this module."""
+        if not torch.compiler.is_compiling() and dynamo.needs_break():
+            # the graph breaks inside, so that this frame runs as plain Python, in a call of another compiled model
+            return dynamo.run_apart(self._call, args, kwargs)  # type: ignore[misc]
+        if dynamo.is_ours():
+            with policy_region(self._mark):  # a part of a model that is being compiled: see nesting.py
+                return self._original(*args, **kwargs)
+        if torch.compiler.is_exporting():
+            if not torch.compiler.is_dynamo_compiling():
+                warn_of_export()
+            return self._original(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling() and dynamo.needs_break():
+            return dynamo.run_apart(self._call, args, kwargs)  # type: ignore[misc]
+        return self._call(*args, **kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+            raise ArgumentError(f"torch.jit.trace cannot take an amp_compile'd module: {_NO_TORCHSCRIPT}")
+        if self._compiled is None:
+            self._begin()
+        return self._compiled(*args, **kwargs)
+
+    def _begin(self) -> None:
+        with _FIRST_CALLS:  # several threads may come at once
+            if self._compiled is None:
+                captured = Captured(self._original, self._original, self._options, self._state)
+                object.__setattr__(self, "_compiled", captured)
+
+    def __prepare_scriptable__(self) -> Any:
+        """torch.jit.script asks for this before it looks at a module."""
+        raise ArgumentError(f"torch.jit.script cannot take an amp_compile'd module: {_NO_TORCHSCRIPT}")
+
+    # ------------------------------------------------------------------------------------------- looking
+
+    @property
+    def original(self) -> Any:
+        """The module or function that was compiled, untouched."""
+        return self._original
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in force."""
+        policy: Policy = self._options.policy
+        return policy
+
+    @property
+    def graphs(self) -> list[fx.GraphModule]:
+        """The rewritten forward graphs, one for each piece and each re-compilation."""
+        return [piece.graph for piece in self._state.pieces]
+
+    @property
+    def history(self) -> list[Record]:
+        """Every stage of every graph: name, seconds, modified, text."""
+        return list(self._state.history)
+
+    def report(self, graph: int | None = None, *, inputs: Any = None) -> Report:
+        """Every op with its precision and why, over all graphs captured so far (or one of them).
+
+        With ``inputs`` (a tensor, a tuple of arguments or a dict of keyword arguments) the model is called once more,
+        and ``report().work`` tells which share of its products and convolutions ran "captured", which outside of the
+        graphs under "autocast", and which there in "float32", by FLOPs; a warning names the places of the last.
+        Buffers and random generators are afterwards as they were; what else the model's code does is done again.
+
+        >>> from amp_compiler import amp_compile
+        >>> fast = amp_compile(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
+        >>> fast.report(inputs=torch.ones(1, 4)).work
+        {'captured': 1.0, 'autocast': 0.0, 'float32': 0.0}
+        """
+        state: State = self._state
+        if inputs is not None:
+            args, kwargs = call_arguments(inputs)
+            state.measure(lambda: self(*args, **kwargs), self._original)
+        return state.report(self.policy, graph)
+
+    # ----------------------------------------------------------------------------- behaving as a module
+
+    @property
+    def training(self) -> bool:
+        """The original's mode."""
+        return bool(getattr(self._original, "training", False)) if self._ready else True
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if self._ready and not self._is_function:
+            self._original.training = mode
+
+    def train(self, mode: bool = True) -> AmpModule:
+        if not self._is_function:
+            self._original.train(mode)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return (
+            super().state_dict(*args, **kwargs)
+            if self._is_function
+            else self._original.state_dict(*args, **kwargs)
+        )
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_function:
+            return super().load_state_dict(*args, **kwargs)
+        return self._original.load_state_dict(*args, **kwargs)
+
+    @property
+    def __class__(self) -> type:
+        """The original's class, for ``isinstance``; ``type()`` tells the truth. A wrapper of torch.compile's is not
+        imitated: who meets one takes what is inside and runs that."""
+        original = self.__dict__.get("_original")
+        return type(original) if isinstance(original, nn.Module) and not is_optimized(original) else type(self)
+
+    @__class__.setter
+    def __class__(self, cls: type) -> None:
+        # fully_shard and parametrize give a module a class of their own, with methods and properties
+        self._original.__class__ = cls
+
+    def __getattr__(self, name: str) -> Any:
+        if name in AmpModule._OWN:
+            raise AttributeError(name)
+        if name == "__signature__" and self._is_function:
+            return inspect.signature(self._original)
+        found = getattr(self._original, name)
+        if isinstance(found, types.MethodType) and found.__self__ is self._original and not self._is_function:
+            return self._calling_compiled(found) if self._came_with(name) else types.MethodType(found.__func__, self)
+        return found
+
+    def _came_with(self, name: str) -> bool:
+        """False for what a class brought that the original got later: whoever gave it (fully_shard) was given this
+        object, and knows only this one."""
+        return hasattr(self._given_class, name)
+
+    def _calling_compiled(self, method: Any) -> Callable[..., Any]:
+        """A method of the original (``generate``) that finds the compiled forward when it calls the model."""
+        other, original = self._stand_in, self._original
+        if other is None or not isinstance(other, type(original)) or other.__dict__ is not original.__dict__:
+            other = stand_in(original, self)
+            object.__setattr__(self, "_stand_in", other)
+        return calling(method, other, self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in AmpModule._OWN or not self.__dict__.get("_ready", False):
+            object.__setattr__(self, name, value)
+        elif self._is_function or self._stays_here(name, value):
+            self.__dict__[name] = value
+        else:
+            setattr(self._original, name, value)
+
+    def _stays_here(self, name: str, value: Any) -> bool:
+        """Whether an attribute that is set is this object's own; the class's docstring tells the rule."""
+        if name in _MACHINERY:
+            return True
+        if inspect.getattr_static(self._original, name, self) is not self:
+            return False
+        if any(name in held for held in (self._parameters, self._buffers, self._modules)):
+            return False
+        if isinstance(value, (nn.Module, torch.Tensor)):
+            return False
+        return name.startswith("_") or getattr(value, "__self__", None) is self
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__ and name not in AmpModule._OWN:
+            del self.__dict__[name]
+        else:
+            delattr(self._original, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*dir(type(self)), *self.__dict__, *dir(self._original)})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AmpModule:
+        twin = AmpModule(copy.deepcopy(self._original, memo), self._options)
+        memo[id(self)] = twin
+        twin.__setstate__(copy.deepcopy(self._kept(), memo))
+        return twin
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return AmpModule, (self._original, self._options), self._kept()
+
+    def _kept(self) -> dict[str, Any]:
+        """What a copy has too, beside the original and the options: the switch, hooks, and what others put here."""
+        held = {name: value for name, value in self.__dict__.items() if name not in AmpModule._OWN}
+        return {"enabled": self.enabled, "held": {name: value for name, value in held.items() if value is not None}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.enabled = state["enabled"]
+        self.__dict__.update(state.get("held", {}))
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """A decorated method is bound like any other; a compiled module in a class body is just a value."""
+        if instance is None or not self._is_function:
+            return self
+        if torch.compiler.is_compiling():  # torch 2.13: Dynamo calls no method whose function is an object
+            return functools.partial(self, instance)
+        return types.MethodType(self, instance)
+
+    def __repr__(self) -> str:
+        policy = self.policy
+        return f"amp_compile(level={policy.level!r}, dtype={dtype_name(policy.low)})({self._original!r})"
+
+
+def warn_of_export() -> None:
+    warnings.warn(
+        "torch.export takes the original out of an amp_compile'd module, in fp32: use convert_model for a program in "
+        "mixed precision.", AmpWarning, stacklevel=users_frame(),
+    )  # fmt: skip
+
+
+def _as_original_does(name: str) -> Callable[..., Any]:
+    """A method of nn.Module that the original's class may have made its own."""
+    plain = getattr(nn.Module, name)
+
+    @functools.wraps(plain)
+    def run(self: AmpModule, *args: Any, **kwargs: Any) -> Any:
+        if self._is_function or getattr(type(self._original), name) is plain:
+            return plain(self, *args, **kwargs)
+        if getattr(self._given_class, name) is plain:
+            return getattr(type(self._original), name)(self, *args, **kwargs)
+        result = getattr(self._original, name)(*args, **kwargs)
+        return self if result is self._original else result
+
+    return run
+
+
+for _name in ("to", "cpu", "cuda", "float", "half", "bfloat16", "double", "type", "to_empty", "requires_grad_",
+              "zero_grad", "_apply"):  # fmt: skip
+    setattr(AmpModule, _name, _as_original_does(_name))
+
+
+class AmpFunction(AmpModule):
+    """A compiled function; reports do not take it for a module of the model (``capture/origin.py`` knows its name)."""
+
+
+_NO_TORCHSCRIPT = (
+    "TorchScript knows nothing of it. Give it compiled.original, in fp32, or save a mixed-precision program by "
+    "convert_model."
+)
+
+
+def _delegating(name: str) -> Callable[..., Any]:
+    def run(self: AmpModule, *args: Any) -> Any:
+        return getattr(type(self._original), name)(self._original, *args)
+
+    return run
+
+
+#: what a module with items has, as nn.Sequential; Python looks for these on the class only
+_ITEMS = {name: _delegating(name) for name in
+          ("__getitem__", "__setitem__", "__delitem__", "__len__", "__iter__", "__contains__")}  # fmt: skip
+_CLASSES: weakref.WeakKeyDictionary[type, type[AmpModule]] = weakref.WeakKeyDictionary()
+
+
+def _class_for(target: Any) -> type[AmpModule]:
+    """``AmpModule`` with a forward that says what the forward of ``target`` takes, and with items if ``target`` has
+    some. Signatures belong to functions and items to classes, so there is one for each class of models."""
+    if not isinstance(target, nn.Module):
+        return AmpFunction
+    own = "forward" in target.__dict__
+    known = None if own else _CLASSES.get(type(target))
+    if known is not None:
+        return known
+    plain: Any = AmpModule.forward
+    forward: Any = types.FunctionType(plain.__code__, plain.__globals__, "forward", None, plain.__closure__)
+    with contextlib.suppress(ValueError, TypeError):  # a builtin may have no signature
+        given = inspect.signature(target.forward)
+        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        forward.__signature__ = given.replace(parameters=[first, *given.parameters.values()])
+    forward.__doc__ = target.forward.__doc__
+    members = {name: method for name, method in _ITEMS.items() if hasattr(type(target), name)}
+    made = type("AmpModule", (AmpModule,), {"forward": forward, "__module__": __name__, **members})
+    if not own:
+        _CLASSES[type(target)] = made
+    return made
+
+
+class AmpMethod:
+    """A compiled method of a module. No module itself, so that ``model.forward = amp_compile(model.forward)`` sets an
+    attribute (nn.Module would file another module away as a child, and go on calling the class's forward)."""
+
+    _amp_compiled = True
+
+    def __init__(self, compiled: AmpModule) -> None:
+        self._compiled = compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._compiled(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_compiled":
+            raise AttributeError(name)
+        return getattr(self._compiled, name)
+
+    def __repr__(self) -> str:
+        return repr(self._compiled)

@@ -1,0 +1,151 @@
+"""A function under Dynamo with our back end, the settings that capture needs, and the warnings that a user must see.
+
+``amp_compile`` and ``compile_train_step`` both call their model through a ``Captured``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ..capture import dynamo
+from ..common.errors import AmpError, AmpWarning, ArgumentError, CaptureError
+from ..common.messages import first_line, users_frame
+from ..common.torch_names import is_any_autocast_enabled
+from ..policy.scopes import Surroundings, inside_call
+from .backend import Backend
+from .options import Options
+from .outside import Uncaptured
+from .regions import suspended
+from .state import State
+
+
+class Captured:
+    """A function that runs in mixed precision: Dynamo captures it at its first call, ``backend`` rewrites the graphs.
+
+    ``target``: the model, or function, whose modules the policy names. ``wide``: which of the arguments count as wide.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], target: Any, options: Options, state: State, backend: Backend | None = None,
+        wide: Callable[..., Any] = lambda *args, **kwargs: None,
+    ) -> None:  # fmt: skip
+        self.options, self.state, self._wide = options, state, wide
+        self._backend = backend or Backend(target, options, state)
+        leaves_code = not options.fullgraph and options.policy.rewrites
+        self._outside = Uncaptured(target, options, state, self._backend) if leaves_code else None
+        self._function, self._dynamic = function, options.dynamic
+        self._run = self._compile()
+
+    def _compile(self) -> Any:
+        return dynamo.compile_frame(
+            self._function, self._backend, dynamic=self._dynamic, fullgraph=self.options.fullgraph,
+            outside=self._outside,
+        )  # fmt: skip
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        state = self.state
+        before, pieces = dynamo.Tally.now(), len(state.pieces)
+        wide = state.handed.call(self._wide(*args, **kwargs))
+        outside = self._outside.call() if self._outside is not None else contextlib.nullcontext()
+        with suspended(), self._no_autocast(), dynamo.capture_settings(), outside, wide, inside_call() as surroundings:
+            outer, state.running.entered = state.running.entered, surroundings
+            if surroundings.scopes:
+                state.leave("a precision scope acts inside a model's code; around a call of it, it does nothing")
+            try:
+                result = self._run(*args, **kwargs)
+            except Exception as error:
+                state.warned.add("raised")
+                explained = _explain(error, self.options.fullgraph)
+                if explained is None:
+                    raise
+                if isinstance(explained, ArgumentError):  # the user's to mend: Dynamo's frames say nothing about it
+                    raise explained.with_traceback(None) from None
+                raise explained from error
+            finally:
+                state.running.entered = outer
+        if Surroundings.now().opened > surroundings.opened and "scope" not in state.warned:
+            state.warned.add("scope")
+            why = "; ".join(before.breaks_since()) or "see not_captured in the report"
+            state.leave(
+                "a precision scope has a graph break inside it, and Dynamo then leaves the function that holds it as "
+                "plain Python: its own ops run in fp32, what it calls inside the scope is compiled for the scope's "
+                f"precision. Move the break out of the scope, or mark a module by set_precision. The break: {why}"
+            )
+        if not state.pieces:
+            self._nothing_captured(before.skipped_since("raised" in state.warned))
+        elif len(state.pieces) > pieces:
+            state.missed(before.breaks_since())
+        if self._outside is not None and self._outside.over_limit:
+            self._over_limit(self._outside)
+        return result
+
+    def _over_limit(self, outside: Uncaptured) -> None:
+        """Dynamo has given up on code that was compiled too often: begin again with graphs that fit more inputs."""
+        limit = f"the model was compiled for {dynamo.RECOMPILE_LIMIT} different shapes or values, which is the limit"
+        see = "TORCH_LOGS=recompiles shows what differs between them"
+        if self._dynamic is not True:
+            asked = " (dynamic=False makes a graph for each shape)" if self._dynamic is False else ""
+            self.state.leave(f"{limit}{asked}. From now on its graphs have dynamic sizes, as with dynamic=True. {see}")
+            self._dynamic = True
+            outside.make_dynamic()
+            self._run = self._compile()
+        else:
+            self.state.leave(
+                f"{limit}, also with dynamic sizes. From now on the code that differs runs as plain Python, with its "
+                f"products under torch.autocast. Pass a number that changes at every call as a tensor. {see}"
+            )
+
+    @contextlib.contextmanager
+    def _no_autocast(self) -> Iterator[None]:
+        """The policy wins over a surrounding ``torch.autocast``, which capture would bake into the graph."""
+        if not is_any_autocast_enabled():
+            yield
+            return
+        if "autocast" not in self.state.warned:
+            self.state.warned.add("autocast")
+            warnings.warn(
+                "An amp_compile'd module was called inside torch.autocast: its own policy wins, autocast is off "
+                "inside it. Take the module out of the region (in a trainer: mixed_precision='no', bf16=False or "
+                "precision=32), or set compiled.enabled = False there.",
+                AmpWarning,
+                stacklevel=users_frame(),
+            )
+        with contextlib.ExitStack() as stack:
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            yield
+
+    def _nothing_captured(self, reason: str | None) -> None:
+        """A call went by and there is no graph: fine if there was nothing to capture, else say so, once."""
+        how = "in the precision it has" if self._outside is None else "with products under torch.autocast"
+        text = f"no tensor op was captured: the model runs as plain Python, {how}"
+        self.state.note(text)
+        if reason is not None and "nothing" not in self.state.warned:
+            self.state.warned.add("nothing")
+            self.state.not_captured.append(f"the whole model: {reason}")
+            warnings.warn(f"amp_compiler: {text}. {reason}.", AmpWarning, stacklevel=users_frame())
+
+
+def _explain(error: Exception, fullgraph: bool) -> Exception | None:
+    """Our own error out of Dynamo's wrapping, or a clear one for what cannot be in one graph."""
+    inner: BaseException | None = error
+    for _ in range(8):
+        if isinstance(inner, AmpError):
+            return inner if inner is not error else None
+        inner = getattr(inner, "inner_exception", None) or (inner.__cause__ if inner is not None else None)
+    if dynamo.is_over_limit(error):
+        return CaptureError(dynamo.RECOMPILE_LIMIT_REACHED)
+    if dynamo.is_unsupported(error) or (fullgraph and dynamo.is_dynamo_error(error)):
+        return CaptureError(
+            f"With fullgraph=True the model must be one graph, and it is not: {first_line(error)}",
+            source=dynamo.users_line(error),
+            hint="Leave fullgraph off to compile the pieces, or take that code out of forward.",
+        )
+    return None
+

@@ -1,0 +1,371 @@
+"""What loss scalers share: the methods of ``torch.amp.GradScaler``, a functional form of them, and a diagnosis.
+
+The state lives in small tensors on the loss's device, and nothing but ``step`` of an optimizer that is not fused makes
+the host wait for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Mapping
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..common.errors import AmpWarning, ArgumentError, ScalerError
+from ..kernels import all_finite as finite_kernel
+from ..kernels import unscale as unscale_kernel
+from . import scaler_checks as checks
+from .nested import map_tensors, tensors_in
+from .scaler_state import Stage, TorchScaler, Use
+from .update import apply_update, gradients, inverse, takes_found_inf
+
+STUCK_AFTER = 10  # updates in a row that are skipped before a warning
+REMEDY = (
+    "keep ops in fp32 (black_list= or exclude=), see which went non-finite first (explain_overflow() of "
+    "compile_train_step), lower the learning rate, or check the data."
+)
+
+Nested = TypeVar("Nested")
+
+
+class LossScaler(TorchScaler):
+    """What both scalers share. Here the scale never changes by itself."""
+
+    def __init__(self, scale: float, device: torch.device | str | None, enabled: bool) -> None:
+        where = checks.device(device, "device")
+        if not isinstance(enabled, bool):
+            raise ArgumentError(f"enabled must be True or False, not {enabled!r}.")
+        if enabled and where is not None and where.type == "cuda" and not torch.cuda.is_available():
+            warnings.warn(
+                f"{type(self).__name__}(device={str(where)!r}): CUDA is not available, so the scaler is disabled, as "
+                "torch.amp.GradScaler is. Leave device= out to have it on the device of the loss.",
+                AmpWarning,
+                stacklevel=3,
+            )
+            enabled = False
+        super().__init__(scale, where, enabled)
+        self._replicas: dict[torch.device, Tensor] = {}
+        self._told = 0  # updates in a row that were skipped when a warning last told of them
+
+    # ------------------------------------------------------------------------------------------ a training loop
+
+    @overload
+    def scale(self, outputs: Tensor) -> Tensor: ...
+    @overload
+    def scale(self, outputs: Nested) -> Nested: ...
+    def scale(self, outputs: Any) -> Any:
+        """The loss, or a nested tuple, list or dict of losses, times the scale; as it is if the scaler is disabled."""
+        if not self._enabled:
+            return outputs
+        return map_tensors(outputs, lambda tensor: tensor * self.scale_on(tensor.device), "scale")
+
+    def backward(self, loss: Any, **kwargs: Any) -> None:
+        """``scale(loss).backward(**kwargs)``, also for several losses at once."""
+        if isinstance(loss, Tensor):
+            self.scale(loss).backward(**kwargs)
+        else:
+            torch.autograd.backward(tensors_in(self.scale(loss), "backward"), **kwargs)
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the optimizer's gradients by the scale, in place, and note whether all are finite. No host sync.
+
+        For what needs true gradients before the step: clipping, logging. Gradients keep their dtype, so those of fp16
+        parameters are rounded to fp16 again and small ones vanish; ``unscale`` gives fp32 copies.
+        """
+        if not self._enabled:
+            return
+        scale = self._existing("unscale_")
+        use = self._use(optimizer)
+        if use.stage is Stage.UNSCALED:
+            raise ScalerError(
+                f"unscale_() was already called for this {_name(optimizer)} since the last update(): a second one "
+                "would divide its gradients twice. Call unscale_() once, after the last backward(), then step(), then "
+                "update()."
+            )
+        if use.stage is Stage.STEPPED:
+            raise ScalerError(
+                f"unscale_() was called after step() for this {_name(optimizer)}. Call unscale_() before step(), and "
+                "update() once after the steps of all optimizers."
+            )
+        grads = gradients(optimizer)
+        if grads:
+            found = torch.zeros((), dtype=torch.float32, device=scale.device)
+            unscale_kernel.unscale_(grads, inverse(scale), found)
+            use.found = found
+        use.stage = Stage.UNSCALED
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Unscale the gradients if that was not done, and take ``optimizer.step(*args, **kwargs)`` if all are finite.
+
+        Returns what it returned, ``None`` if the step was left out. A fused optimizer decides on its own device; for
+        others the host has to wait for the answer.
+        """
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        if any(callable(value) for value in (*args, *kwargs.values())):
+            raise ScalerError(
+                "step() cannot take a closure: it would run the backward again, with gradients that nobody checks. Run "
+                "forward and backward before step(); an optimizer that needs a closure (LBFGS) cannot be scaled."
+            )
+        scale = self._existing("step")
+        use = self._use(optimizer)
+        if use.stage is Stage.STEPPED:
+            raise ScalerError(
+                f"step() was already called for this {_name(optimizer)} since the last update(). Call update() once "
+                "after the steps of all optimizers."
+            )
+        grad_scale = None
+        if use.stage is Stage.READY and (grads := gradients(optimizer)):
+            if takes_found_inf(optimizer):
+                use.found = finite_kernel.non_finite(grads).to(scale.device, non_blocking=True)
+                grad_scale = scale
+            else:
+                self.unscale_(optimizer)
+        if use.found is None:
+            raise ScalerError(
+                f"step() found no gradient at all in this {_name(optimizer)}. Was scale(loss).backward() not called, "
+                "or zero_grad() after it, or are all its parameters frozen (requires_grad=False)?"
+            )
+        result, taken = apply_update(optimizer, use.found, grad_scale=grad_scale, args=args, kwargs=kwargs)
+        use.stage = Stage.STEPPED
+        if taken is False:
+            self._look(3)  # the host has just waited, so one more number costs nothing
+        return result
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Adapt the scale, once after the steps of all optimizers; or set it to ``new_scale``. No host sync.
+
+        A tensor is not looked at: what is not finite or not positive in it leaves the scale as it is, and the rest is
+        brought between floor and cap.
+        """
+        if not self._enabled:
+            return
+        scale = self._existing("update")
+        if new_scale is not None:
+            self._set(scale, new_scale)
+            self._end_iteration()
+        else:
+            found = [use.found for use in self._uses.values() if use.found is not None]
+            if not found:
+                raise ScalerError(
+                    "update() has nothing to go by: neither step() nor unscale_() has seen gradients since the last "
+                    "update(). Call it once after step()."
+                )
+            self.adapt(functools.reduce(torch.maximum, found))
+            self._look(3, waited=False)
+
+    # ------------------------------------------------------------------------------------------ functional use
+
+    @overload
+    def unscale(self, tensors: Tensor) -> Tensor: ...
+    @overload
+    def unscale(self, tensors: Nested) -> Nested: ...
+    def unscale(self, tensors: Any) -> Any:
+        """New tensors divided by the scale: a gradient, a loss, a nested tuple, list or dict of them (or of ``None``).
+
+        fp16 and bf16 become fp32. The results carry no autograd history. ``update`` does not hear of them: tell
+        ``adjust``.
+        """
+        if not self._enabled:
+            return tensors
+        structure = map_tensors(tensors, Tensor.detach, "unscale")
+        given = tensors_in(structure, "unscale")
+        if not given:
+            return structure
+        for tensor in given:
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                raise ArgumentError(f"unscale() takes floating point tensors; one of these is {tensor.dtype}.")
+        scale = self.scale_on(given[0].device)
+        results = iter(unscale_kernel.unscale(given, inverse(scale), torch.zeros_like(scale))[0])
+        return map_tensors(structure, lambda _: next(results), "unscale")
+
+    def adjust(self, finite: Tensor) -> None:
+        """Adapt the scale to one bool tensor, as ``all_finite(gradients)`` gives it. No host sync."""
+        if not isinstance(finite, Tensor) or finite.numel() != 1:
+            raise ArgumentError("adjust() takes a bool tensor of one element, as all_finite(gradients) gives it.")
+        self.adapt(finite.logical_not().reshape(()).float())
+        self._look(3, waited=False)
+
+    def adapt(self, found: Tensor) -> None:
+        """``adjust`` for a flag as torch's optimizers take it: 1.0 if a gradient was not finite, else 0.0, a fp32
+        tensor of no dimensions. It warns of nothing: ``newly_stuck`` tells a caller that wants to."""
+        if not self._enabled:
+            return
+        self._numbers.create(found.device)
+        scale, stuck = self._numbers.tensors["scale"], self._numbers.tensors["stuck"]
+        found = found.to(scale.device, non_blocking=True)
+        if self._numbers.on_host():  # the host may look at these without waiting for anything
+            count = stuck.numpy()
+            count[...] = (count + 1) * found.numpy()
+        else:
+            stuck.add_(1).mul_(found)
+        self._rescale(scale, found)
+        self._end_iteration()
+
+    def scale_on(self, device: torch.device | str | int) -> Tensor:
+        """The scale on a device: a fp32 tensor of no dimensions that follows every later change. Not to be written."""
+        where = torch.device(device)
+        if not self._enabled:
+            return torch.ones((), device=where)
+        self._numbers.create(where)
+        scale = self._numbers.tensors["scale"]
+        if scale.device == where:
+            return scale
+        if where not in self._replicas:
+            copy = scale.to(where, copy=True)
+            same = scale if copy.device == scale.device else self._replicas.get(copy.device, copy)  # "cuda" is "cuda:0"
+            self._replicas[where] = self._replicas[copy.device] = same
+        return self._replicas[where]
+
+    # ------------------------------------------------------------------------------------------ values on the host
+
+    def get_scale(self) -> float:
+        """The scale as a float, 1.0 if disabled. Waits for the device."""
+        if not self._enabled:
+            return 1.0
+        self._look(3)
+        return float(self._numbers.read("scale"))
+
+    @property
+    def diagnosis(self) -> str:
+        """What is wrong, if many updates in a row were skipped; else an empty string. Waits for the device."""
+        count = self._numbers.read("stuck")
+        return self._advice(count) if count >= STUCK_AFTER else ""
+
+    def newly_stuck(self, *, waited: bool = True) -> int:
+        """How many updates in a row were skipped, if they are many (10) and this was not told yet; else 0.
+
+        ``waited``: the host has just waited for the device anyway. If not, it looks only where that costs nothing.
+        """
+        if not self._enabled or not (waited or self._numbers.on_host()):
+            return 0
+        count, before = self._numbers.read("stuck"), self._told
+        self._told = count if count >= STUCK_AFTER else 0
+        return self._told if before == 0 or count < before else 0
+
+    def is_enabled(self) -> bool:
+        """False if the scaler was made with ``enabled=False``: it then leaves everything as it is."""
+        return self._enabled
+
+    def get_growth_factor(self) -> float:
+        """What the scale is multiplied by when it grows."""
+        return 1.0
+
+    def get_backoff_factor(self) -> float:
+        """What the scale is multiplied by when gradients overflowed."""
+        return 1.0
+
+    def get_growth_interval(self) -> int:
+        """How many finite updates in a row make the scale grow."""
+        return 1
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """An error: a fixed scale does not change."""
+        raise ArgumentError(f"The scale of {type(self).__name__} is fixed. Use DynamicLossScaler for one that changes.")
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """An error: a fixed scale does not change."""
+        self.set_growth_factor(new_factor)
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """An error: a fixed scale does not change."""
+        self.set_growth_factor(new_interval)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All state as plain numbers, which ``torch.amp.GradScaler`` can load too; empty if disabled. Waits for the
+        device."""
+        if not self._enabled:
+            return {}
+        self._look(3)
+        return {
+            "scale": self._numbers.read("scale"),
+            "growth_factor": self.get_growth_factor(),
+            "backoff_factor": self.get_backoff_factor(),
+            "growth_interval": self.get_growth_interval(),
+            "_growth_tracker": self._numbers.read("finite"),
+            "_overflow_tracker": self._numbers.read("overflows"),
+            "_stuck_tracker": self._numbers.read("stuck"),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over the scale of a state, of a scaler here or ``torch.amp.GradScaler``. A wrong one changes nothing."""
+        if not self._enabled:
+            return
+        state = checks.State(state_dict)
+        self._write(scale=state.take("scale", checks.scale_of), stuck=state.take("_stuck_tracker", checks.count, 0))
+
+    # ------------------------------------------------------------------------------------------ inside
+
+    def _existing(self, method: str) -> Tensor:
+        """The scale, where it must have been used before."""
+        if not self._numbers.tensors:
+            raise ScalerError(
+                f"{method}() was called before scale(): no loss was scaled yet, so no gradient is either. Call "
+                "scale(loss).backward() first."
+            )
+        return self._numbers.tensors["scale"]
+
+    def _use(self, optimizer: Optimizer) -> Use:
+        if (use := self._uses.get(id(optimizer))) is None:
+            if not hasattr(optimizer, "param_groups"):
+                raise ArgumentError(f"A torch.optim.Optimizer is needed here, not {type(optimizer).__name__}.")
+            use = self._uses[id(optimizer)] = Use(optimizer)
+        return use
+
+    def _end_iteration(self) -> None:
+        self._uses = {}
+        for replica in self._replicas.values():
+            replica.copy_(self._numbers.tensors["scale"], non_blocking=True)
+
+    def _write(self, **values: float) -> None:
+        """New numbers, in the tensors that are already there."""
+        self._numbers.write(**values)
+        for replica in self._replicas.values():
+            replica.fill_(self._numbers.plain["scale"])
+
+    def _rescale(self, scale: Tensor, found: Tensor) -> None:
+        """Change the scale after an update."""
+
+    def _set(self, scale: Tensor, new: float | Tensor) -> None:
+        if not isinstance(new, Tensor):
+            scale.fill_(self._checked(new, "update(new_scale)"))
+            return
+        if new.numel() != 1 or new.requires_grad or new.is_complex():
+            raise ArgumentError("update(new_scale): a tensor must be real, have one element and require no gradient.")
+        value = new.reshape(()).to(scale.device, torch.float32, non_blocking=True)
+        scale.copy_(torch.where(value.isfinite() & (value > 0), value, scale))
+        self._clamp(scale)
+
+    def _checked(self, scale: Any, name: str) -> float:
+        return checks.scale_of(scale, name)
+
+    def _clamp(self, scale: Tensor) -> None:
+        scale.clamp_(checks.SMALLEST, checks.LARGEST)
+
+    def _look(self, stacklevel: int, *, waited: bool = True) -> None:
+        """Warn, once for each time that updates go on being skipped. Only where the host may read."""
+        if count := self.newly_stuck(waited=waited):
+            warnings.warn(self._advice(count), AmpWarning, stacklevel)
+
+    def _advice(self, count: int) -> str:
+        return (
+            f"Gradients were not finite in the last {count} updates, at the fixed loss scale "
+            f"{self._numbers.read('scale'):g}; all these steps were left out. Lower the scale or use "
+            f"DynamicLossScaler; if that does not help, {REMEDY}"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._uses:
+            raise ScalerError(
+                "A scaler can be copied or pickled between iterations only: call update() first. (To save a run, "
+                "state_dict() is enough.)"
+            )
+        return {**self.__dict__, "_replicas": {}}
+
+
+def _name(optimizer: Optimizer) -> str:
+    return type(optimizer).__name__
