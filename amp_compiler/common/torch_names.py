@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# Autocast off for every device, at a tenth of the cost of leaving torch.autocast device by device.
+# Autocast off, and whether it is on, for every device at once: torch.autocast takes one device.
 from torch._C import _DisableAutocast as no_autocast
 from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
 
