@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from triton.runtime.jit import JITFunction
 
-from .cast_matmul_triton import matmul_kernel
+from . import cast_matmul_triton
 from .check_cases import LIMITS, cases
 from .check_compile import Result, compile_case
 
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="one configuration of each kernel")
     chosen = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 150)
-    if not isinstance(matmul_kernel, JITFunction):
+    if not isinstance(cast_matmul_triton.matmul_kernel, JITFunction):
         console.print("TRITON_INTERPRET is set, so there is nothing to compile; unset it.")
         return 2
     results = []

@@ -2,20 +2,27 @@
 
 Outside of ``capture/`` and this module nothing may name what torch marks as private by an underscore, and
 ``tests/test_layers.py`` checks it; names of ATen ops (``torch.ops.aten._to_copy``) are public. Torch 2.13 to 2.15 have
-all of these; what differs between releases is in ``compat.py``, which does not import torch.
+all of these; what differs between releases is in ``compat.py``, which does not import torch. What runs while a model
+is called is named here and not wrapped: a Python frame of ours would be one more for Dynamo to look at.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
-# Autocast off for every device, at a tenth of the cost of leaving torch.autocast device by device.
+# Ops inside skip autograd: how a hand-written autograd kernel calls the op that it belongs to.
+from torch._C import _AutoDispatchBelowAutograd as below_autograd
+
+# Autocast off, and whether it is on, for every device at once: torch.autocast takes one device.
 from torch._C import _DisableAutocast as no_autocast
 from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
+
+# Put a TorchFunctionMode on the stack and take the innermost off: ``with`` can only enter one innermost.
+from torch._C import _pop_torch_function_stack as pop_function_mode
+from torch._C import _push_on_torch_function_stack as push_function_mode
 
 # The classes of a node's target; torch.ops holds their instances and has no public name for them.
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
@@ -25,6 +32,10 @@ from torch.nn.modules.conv import _ConvNd as ConvNd
 
 # Trees of arguments and results, as torch.export, Dynamo and FX take them: torch has no public module for them.
 from torch.utils import _pytree as pytree
+
+# No TorchDispatchMode inside (fake tensors' and the tracer's are such modes); and the innermost in force, or None.
+from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
+from torch.utils._python_dispatch import _get_current_dispatch_mode as dispatch_mode
 
 __all__ = [
     "ConvNd", "HigherOrderOperator", "OpOverload", "OpOverloadPacket", "amp_update_scale_", "below_autograd",
@@ -78,12 +89,6 @@ def unregister(library: torch.library.Library) -> None:
     library._destroy()
 
 
-def below_autograd() -> AbstractContextManager[Any]:
-    """Ops dispatched inside skip autograd: how a hand-written autograd kernel calls the op that it belongs to."""
-    guard: AbstractContextManager[Any] = torch._C._AutoDispatchBelowAutograd()
-    return guard
-
-
 def loads_by_itself(module: nn.Module) -> bool:
     """True if a module loads its state by code of its own, beside what ``nn.Module.load_state_dict`` does for all."""
     cls = type(module)
@@ -92,24 +97,3 @@ def loads_by_itself(module: nn.Module) -> bool:
         or cls.set_extra_state is not nn.Module.set_extra_state
         or bool(module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks)
     )
-
-
-def dispatch_mode() -> Any:
-    """The innermost ``TorchDispatchMode`` that is in force, or None."""
-    return torch.utils._python_dispatch._get_current_dispatch_mode()
-
-
-def without_dispatch_modes() -> AbstractContextManager[Any]:
-    """No ``TorchDispatchMode`` inside, fake tensors' and the tracer's included: ops run on real values."""
-    modes: AbstractContextManager[Any] = torch.utils._python_dispatch._disable_current_modes()
-    return modes
-
-
-def push_function_mode(mode: Any) -> None:
-    """Put a ``TorchFunctionMode`` on the stack; a ``with`` statement could only enter it innermost."""
-    torch._C._push_on_torch_function_stack(mode)
-
-
-def pop_function_mode() -> Any:
-    """Take the innermost ``TorchFunctionMode`` off the stack."""
-    return torch._C._pop_torch_function_stack()
