@@ -24,7 +24,7 @@ from .ir.nesting import mark_of, policy_region
 from .policy import Policy, dtype_name
 from .policy.ops.names import OpLike
 from .policy.scopes import is_inside_call
-from .rewrite.pipeline import Record
+from .rewrite.records import Record
 from .runtime.arguments import call_arguments, check_request
 from .runtime.backend import Captured, Options, State, users_frame
 from .runtime.methods import calling, stand_in

@@ -33,7 +33,7 @@ from .passes import order
 from .policy import Policy
 from .policy.scopes import marked_modules, modules_of
 from .rewrite.base import Context
-from .rewrite.pipeline import Record, record
+from .rewrite.records import Record, record
 from .rewrite.verify import DEEP
 
 GRAPHS = ("forward", "inference", "joint")
@@ -221,7 +221,8 @@ def _differentiate(
             record(AUTODIFF, time.perf_counter() - start, True, functional, graph, stages)
         )
         progress(f"passes on the {graph} graph")
-        (steps.joint if graph == "joint" else steps.inference).run(functional, ctx, stages, graph=graph)
+        chosen = steps.joint if graph == "joint" else steps.inference
+        chosen.run(functional, ctx, stages, graph=graph, after=AUTODIFF)
         found.append(cast_totals(functional))
 
     with torch.enable_grad() if graph == "joint" else torch.no_grad():

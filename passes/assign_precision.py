@@ -47,6 +47,7 @@ from amp_compiler.policy import Choice, dtype_name, precision_dtype
 from amp_compiler.policy.ops import torch_lists
 from amp_compiler.policy.ops.row import OpClass
 from amp_compiler.rewrite.base import Context, Dialect, Pass
+from amp_compiler.rewrite.facts import ASSIGNED, NORMALIZED
 
 from .normalize import Region
 
@@ -812,4 +813,4 @@ def _body_outputs(gm: fx.GraphModule) -> tuple[torch.dtype | None, ...]:
     return tuple(_flow(v) for v in pytree.tree_leaves(_output_values(gm)))
 
 
-PASS = Pass("assign_precision", Dialect.PRE_DISPATCH, requires=("normalized",), ensures=("assigned",), run=run)
+PASS = Pass("assign_precision", Dialect.PRE_DISPATCH, requires=(NORMALIZED,), ensures=(ASSIGNED,), run=run)

@@ -6,7 +6,7 @@
 The same arguments and results; see ``kernels/wide.py`` for what they compute and ``kernels/cpu.py`` for when. Off with
 ``Policy.torch``, whose results are autocast's to the bit.
 
-Requires: folded. Ensures: lowered. A second run changes nothing.
+Requires: folded. Ensures: folded, lowered. A second run changes nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from amp_compiler.kernels.cpu import reason, runs_wide
 from amp_compiler.kernels.lstm import LAYERS
 from amp_compiler.kernels.wide import OPS, wide_form
 from amp_compiler.rewrite.base import Context, Dialect, Pass
+from amp_compiler.rewrite.facts import FOLDED, LOWERED
 
 
 def run(gm: fx.GraphModule, ctx: Context) -> bool:
@@ -39,4 +40,4 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
     return modified
 
 
-PASS = Pass("lower_kernels", Dialect.FUNCTIONAL, requires=("folded",), ensures=("lowered",), run=run)
+PASS = Pass("lower_kernels", Dialect.FUNCTIONAL, requires=(FOLDED,), ensures=(FOLDED, LOWERED), run=run)

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from ..inspect.report import Report
 from ..policy import Policy
-from ..rewrite.pipeline import Record
+from ..rewrite.records import Record
 from .details import Details
 from .fp32_form import Fp32Form, StoredFp32Form
 from .inputs import Inputs

@@ -11,12 +11,11 @@ from torch.export import ExportedProgram
 from .. import ir
 from ..capture.program import Frame, functional, rebuild, weights_of
 from ..ir.weights import Weight
-from ..kernels import build
 from ..kernels.cpu import runs_wide
 from ..passes import order
 from ..policy import Policy
 from ..rewrite.base import Context
-from ..rewrite.pipeline import Record
+from ..rewrite.records import Record
 
 
 class Running:
@@ -38,10 +37,9 @@ class Running:
         lowered = functional(program)
         gm, weights = lowered.graph_module, weights_of(lowered)
         assert isinstance(gm, fx.GraphModule)
-        # the compiled kernels pack low weights as fast as fp32 ones: copies would only cost memory
-        off = disabled if cache_weights and not build.loaded() else (*disabled, "widen_weights")
         before = {n.name for n in gm.graph.nodes if n in weights}
-        order.build(off).run_converted.run(gm, Context(policy, weights=weights), history, graph="run")
+        ctx = Context(policy, weights=weights, caches_weights=cache_weights)
+        order.build(disabled).run_converted.run(gm, ctx, history, graph="run", after="lowering")
         self.cached_bytes = sum(
             ir.nbytes(n.meta["val"]) for n in gm.graph.nodes if n in weights and n.name not in before
         )

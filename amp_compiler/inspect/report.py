@@ -19,7 +19,7 @@ from ..common.files import write_text
 from ..ir.flops import node_flops
 from ..ir.view import precision_name
 from ..policy import dtype_name
-from ..rewrite.pipeline import Record
+from ..rewrite.records import Record
 
 LOW = ("float16", "bfloat16")
 
