@@ -33,7 +33,7 @@ from .passes import order
 from .policy import Policy
 from .policy.scopes import marked_modules, modules_of
 from .rewrite.base import Context
-from .rewrite.pipeline import Record, record
+from .rewrite.records import Record, record
 from .runtime.prepare import prepare_kernels
 
 GRAPHS = ("forward", "inference", "joint")
@@ -222,7 +222,8 @@ def _differentiate(
         )
         progress(f"passes on the {graph} graph")
         prepare_kernels(functional, ctx.policy, disable)
-        (steps.joint if graph == "joint" else steps.inference).run(functional, ctx, stages, graph=graph)
+        chosen = steps.joint if graph == "joint" else steps.inference
+        chosen.run(functional, ctx, stages, graph=graph, after=AUTODIFF)
         found.append(cast_totals(functional))
 
     with torch.enable_grad() if graph == "joint" else torch.no_grad():

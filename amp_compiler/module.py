@@ -24,7 +24,7 @@ from .inspect.report import Report
 from .ir.nesting import mark_of, policy_region
 from .policy import Policy, dtype_name
 from .policy.scopes import is_inside_call
-from .rewrite.pipeline import Record
+from .rewrite.records import Record
 from .runtime.arguments import call_arguments
 from .runtime.captured import Captured
 from .runtime.methods import calling, stand_in

@@ -1,4 +1,4 @@
-"""accumulate_in_place: with several micro-batches an update, each gradient is added where it is made.
+"""accumulate_in_place: with several micro-batches per update, each gradient is added where it is made.
 
 ``gradients, found = unscale([g_1, …])``  →  ``addcmul_(sum_i, cast(g_i, f32), 1 / scale)`` right behind each ``g_i``,
 and ``found = where(all_finite([sum_1, …]), found, 1)``. The sums are inputs: the parameters' own ``.grad``.
@@ -7,7 +7,8 @@ So the gradients of one micro-batch never all exist beside the sums, as they do 
 functional afterwards; Inductor plans its memory by itself. Left alone is a graph with a parameter that is not fp32 or
 a gradient that is sparse.
 
-Requires: scaled, eager, accumulating. Ensures: accumulated. A second run changes nothing.
+Requires: scaled; the eager backend, several micro-batches per update, no activation checkpointing. Ensures:
+accumulated. A second run changes nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from torch import fx
 from amp_compiler import ir
 from amp_compiler.kernels import all_finite as _defines_all_finite  # noqa: F401
 from amp_compiler.rewrite.base import Context, Dialect, Pass
+from amp_compiler.rewrite.conditions import ACCUMULATES, EAGER, RECOMPUTES_NOTHING
+from amp_compiler.rewrite.facts import ACCUMULATED, SCALED
 
 aten = torch.ops.aten
 
@@ -57,6 +60,6 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
 
 
 PASS = Pass(
-    "accumulate_in_place", Dialect.FUNCTIONAL, requires=("scaled", "eager", "accumulating"), ensures=("accumulated",),
-    run=run,
+    "accumulate_in_place", Dialect.FUNCTIONAL, requires=(SCALED,),
+    ensures=(ACCUMULATED,), run=run, when=(EAGER, ACCUMULATES, RECOMPUTES_NOTHING),
 )  # fmt: skip

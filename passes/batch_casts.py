@@ -6,7 +6,7 @@ A model has as many biases as matrices; each costs an op of its own to cast a fe
 the graph that are one-dimensional, contiguous and at most ``LARGEST`` elements take part, so the extra copy is
 small; values are the same bits. Left out under Inductor, which fuses such casts by itself.
 
-Requires: folded, eager. Ensures: batched. A second run changes nothing.
+Requires: folded; the eager backend. Ensures: folded, batched. A second run changes nothing.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from torch import fx
 
 from amp_compiler import ir
 from amp_compiler.rewrite.base import Context, Dialect, Pass
+from amp_compiler.rewrite.conditions import EAGER
+from amp_compiler.rewrite.facts import BATCHED, FOLDED
+from amp_compiler.rewrite.facts.functional import FEWEST, LARGEST
 
 aten = torch.ops.aten
-LARGEST = 1 << 14
-FEWEST = 3  # below that, cat and split cost more than they save
 
 
 def run(gm: fx.GraphModule, ctx: Context) -> bool:
@@ -84,4 +85,4 @@ def _sized(like: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=like.device)
 
 
-PASS = Pass("batch_casts", Dialect.FUNCTIONAL, requires=("folded", "eager"), ensures=("batched",), run=run)
+PASS = Pass("batch_casts", Dialect.FUNCTIONAL, requires=(FOLDED,), ensures=(FOLDED, BATCHED), run=run, when=(EAGER,))

@@ -27,6 +27,7 @@ from torch import Tensor, fx
 from amp_compiler import ir
 from amp_compiler.ir.weights import drop_unread, misfit
 from amp_compiler.rewrite.base import Context, Dialect, Pass
+from amp_compiler.rewrite.facts import NORMALIZED
 
 CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 TRANSPOSED = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
@@ -154,4 +155,4 @@ def _holds(weight: Tensor, groups: int, low: torch.dtype) -> bool:
     return bool(((peaks == 0) | ((peaks >= limits.tiny) & (peaks <= limits.max))).all())
 
 
-PASS = Pass("fold_batch_norm", Dialect.PRE_DISPATCH, requires=("normalized",), ensures=("normalized",), run=run)
+PASS = Pass("fold_batch_norm", Dialect.PRE_DISPATCH, requires=(NORMALIZED,), ensures=(NORMALIZED,), run=run)

@@ -14,7 +14,7 @@ Rules 3 and 4 are greedy: each step lowers the bytes that casts write, one sweep
 chain, and sweeps are repeated until nothing changes. They are left out where sizes are symbolic.
 What the graph writes to keeps its copies, and what the caller gets stays a tensor of its own.
 
-Requires: functional (a graph from AOTAutograd). Ensures: folded. A second run changes nothing.
+Requires: past_autograd (a graph from AOTAutograd, or a conversion's). Ensures: folded. A second run changes nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from amp_compiler import ir
 from amp_compiler.common.torch_names import OpOverload, schema_of
 from amp_compiler.policy.ops.names import find_row
 from amp_compiler.policy.ops.row import OpClass
-from amp_compiler.rewrite.base import Context, Dialect, Pass
+from amp_compiler.rewrite.base import Context, Pass
+from amp_compiler.rewrite.facts import FOLDED, PAST_AUTOGRAD
 
 aten = torch.ops.aten
 
@@ -276,4 +277,4 @@ def _same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
     return all(n <= 1 or x == y for n, x, y in zip(sizes, left, right, strict=True))
 
 
-PASS = Pass("fold_casts", Dialect.FUNCTIONAL, requires=("functional",), ensures=("folded",), run=run)
+PASS = Pass("fold_casts", None, requires=(PAST_AUTOGRAD,), ensures=(FOLDED,), run=run)

@@ -24,6 +24,7 @@ from amp_compiler import ir
 from amp_compiler.common.torch_names import OpOverload, pytree, schema_of
 from amp_compiler.ir.weights import Weights, drop_unread, moves
 from amp_compiler.rewrite.base import Context, Dialect, Pass
+from amp_compiler.rewrite.facts import NORMALIZED
 
 ROOM = 1 << 10  # bytes that one folded result may add to the model
 #: ops whose result says nothing of their arguments' values
@@ -158,4 +159,4 @@ def _drop_dead(graph: fx.Graph, known: set[fx.Node]) -> None:
             graph.erase_node(node)
 
 
-PASS = Pass("fold_constants", Dialect.PRE_DISPATCH, requires=("normalized",), ensures=("normalized",), run=run)
+PASS = Pass("fold_constants", Dialect.PRE_DISPATCH, requires=(NORMALIZED,), ensures=(NORMALIZED,), run=run)

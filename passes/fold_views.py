@@ -5,11 +5,13 @@
 3. ``view(x, its own shape)``, ``expand(x, its own shape)``  →  ``x``
 4. ``clone(x)``  →  ``x`` (dropout in eval mode is one), unless the copy or x is written to, an input or a result (which
    may be written later), or the copy lies in memory in another order
+5. ``cast(clone(cast(x: bf16, f32)), c64)``  →  ``cast(x, c64)``: where rules 1 to 4 bring two casts together, they are
+   folded as ``fold_casts`` would have done, and two equal ones become one
 
 Autograd writes each of them down, and each is an op to dispatch: six transpositions a linear layer, of which two are
 needed. Inductor does the same by itself.
 
-Requires: functional, eager. Ensures: viewed. A second run changes nothing.
+Requires: functional; the eager backend. Ensures: viewed. A second run changes nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from torch import fx
 
 from amp_compiler import ir
 from amp_compiler.rewrite.base import Context, Dialect, Pass
+from amp_compiler.rewrite.conditions import EAGER
+from amp_compiler.rewrite.facts import FUNCTIONAL, VIEWED
 
 aten = torch.ops.aten
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
@@ -53,9 +57,32 @@ def _fold(graph: fx.Graph) -> bool:
             if isinstance(source, fx.Node) and classes[source] not in frozen | shown and _alike(node, source):
                 same = source
         if same is not None and not (node in returned and same.op == "placeholder"):
+            casts = [u for u in node.users if ir.is_cast(u) and classes[u] not in frozen]
             node.replace_all_uses_with(same)
+            for cast in casts:
+                _fold_cast(cast, returned, written)
             modified = True
     return modified
+
+
+def _fold_cast(cast: fx.Node, returned: set[fx.Node], written: set[fx.Node]) -> None:
+    """Rule 5, for a cast that reads something else now."""
+    source = ir.cast_source(cast)
+    while ir.is_cast(source) and source not in written and ir.cast_source(source) not in written:
+        value = ir.tensor_of(ir.cast_source(source))
+        if value is None or not ir.lossless(value.dtype, ir.cast_dtype(source)):
+            break
+        source = ir.cast_source(source)
+    if source in written:
+        return
+    cast.replace_input_with(ir.cast_source(cast), source)
+    if cast not in returned and _alike(cast, source):
+        cast.replace_all_uses_with(source)
+        return
+    for other in [u for u in source.users if u is not cast and ir.is_cast(u) and _alike(u, cast)]:
+        first, second = min(cast, other), max(cast, other)
+        if not {first, second} & (returned | written):
+            second.replace_all_uses_with(first)
 
 
 def _same(node: fx.Node) -> fx.Node | None:
@@ -105,4 +132,4 @@ def _alike(node: fx.Node, other: fx.Node) -> bool:
     return one.shape == two.shape and one.stride() == two.stride() and one.dtype == two.dtype
 
 
-PASS = Pass("fold_views", Dialect.FUNCTIONAL, requires=("functional", "eager"), ensures=("viewed",), run=run)
+PASS = Pass("fold_views", Dialect.FUNCTIONAL, requires=(FUNCTIONAL,), ensures=(VIEWED,), run=run, when=(EAGER,))

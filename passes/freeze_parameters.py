@@ -12,7 +12,8 @@
 
 What is written to is no weight: its casts stay. No value changes, and after it no cast of a weight runs.
 
-Requires: cast, and ``ctx.weights``: without them it does nothing. Ensures: frozen. A second run changes nothing.
+Requires: cast; ``cast_params``; and ``ctx.weights``: without them it does nothing. Ensures: cast, frozen. A second run
+changes nothing.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from amp_compiler import ir
 from amp_compiler.ir import DTYPE_NAMES
 from amp_compiler.ir.weights import Weights, drop_unread, misfit, moves
 from amp_compiler.rewrite.base import Context, Dialect, Pass
+from amp_compiler.rewrite.conditions import STORES_LOW
+from amp_compiler.rewrite.facts import CAST, FROZEN
 
 
 def run(gm: fx.GraphModule, ctx: Context) -> bool:
@@ -166,4 +169,6 @@ class _Freeze:
                     self.graph.erase_node(user)
 
 
-PASS = Pass("freeze_parameters", Dialect.PRE_DISPATCH, requires=("cast",), ensures=("cast", "frozen"), run=run)
+PASS = Pass(
+    "freeze_parameters", Dialect.PRE_DISPATCH, requires=(CAST,), ensures=(CAST, FROZEN), run=run, when=(STORES_LOW,)
+)

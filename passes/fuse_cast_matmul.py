@@ -11,7 +11,7 @@
 Off with ``Policy.torch``, whose results are autocast's to the bit. On a GPU under Inductor products are left as they
 are: it fuses casts by itself.
 
-Requires: folded. Ensures: fused. A second run changes nothing.
+Requires: folded. Ensures: folded, fused. A second run changes nothing.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from amp_compiler import ir
 from amp_compiler.kernels import cast_matmul as _defines_cast_matmul  # noqa: F401
 from amp_compiler.kernels.cpu import reason, runs_wide
 from amp_compiler.rewrite.base import Context, Dialect, Pass
+from amp_compiler.rewrite.facts import FOLDED, FUSED
 
 aten = torch.ops.aten
 PRODUCTS = {aten.mm.default, aten.bmm.default, aten.addmm.default}
@@ -173,4 +174,4 @@ def _widen_readers(graph: fx.Graph, node: fx.Node) -> None:
             graph.erase_node(user)
 
 
-PASS = Pass("fuse_cast_matmul", Dialect.FUNCTIONAL, requires=("folded",), ensures=("fused",), run=run)
+PASS = Pass("fuse_cast_matmul", Dialect.FUNCTIONAL, requires=(FOLDED,), ensures=(FOLDED, FUSED), run=run)

@@ -1,11 +1,11 @@
-"""hoist_weight_casts: weights are cast to low once an update, not once a micro-batch.
+"""hoist_weight_casts: weights are cast to low once per update, not once per micro-batch.
 
-``w_low = cast(w)``  →  ``w_low`` is an input of the graph; a second graph, run once an update, makes it from ``w``
+``w_low = cast(w)``  →  ``w_low`` is an input of the graph; a second graph, run once per update, makes it from ``w``
 
-Only where micro-batches are accumulated: there a weight keeps its value from one to the next. With one batch an update
+Only where micro-batches are accumulated: there a weight keeps its value from one to the next. With one batch per update
 there is nothing to gain, and the low copy would live longer than the step.
 
-Requires: folded, step, accumulating. Ensures: hoisted. A second run changes nothing.
+Requires: folded, step; several micro-batches per update. Ensures: hoisted. A second run changes nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from torch import fx
 
 from amp_compiler import ir
 from amp_compiler.rewrite.base import Context, Dialect, Pass
+from amp_compiler.rewrite.conditions import ACCUMULATES
+from amp_compiler.rewrite.facts import FOLDED, HOISTED, STEP
 
 
 def run(gm: fx.GraphModule, ctx: Context) -> bool:
@@ -50,5 +52,5 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
 
 
 PASS = Pass(
-    "hoist_weight_casts", Dialect.FUNCTIONAL, requires=("folded", "step", "accumulating"), ensures=("hoisted",), run=run
+    "hoist_weight_casts", Dialect.FUNCTIONAL, requires=(FOLDED, STEP), ensures=(HOISTED,), run=run, when=(ACCUMULATES,)
 )

@@ -25,6 +25,7 @@ from amp_compiler.common.torch_names import pytree
 from amp_compiler.ir import Decision, Mode
 from amp_compiler.policy import Rule
 from amp_compiler.rewrite.base import Context, Dialect, Pass
+from amp_compiler.rewrite.facts import ASSIGNED, CAST
 
 aten = torch.ops.aten
 
@@ -235,4 +236,4 @@ def _update_values(gm: fx.GraphModule) -> None:
                 node.meta["val"] = pytree.tree_unflatten(new, spec)
 
 
-PASS = Pass("insert_casts", Dialect.PRE_DISPATCH, requires=("assigned",), ensures=("cast",), run=run)
+PASS = Pass("insert_casts", Dialect.PRE_DISPATCH, requires=(ASSIGNED,), ensures=(CAST,), run=run)

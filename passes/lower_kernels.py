@@ -7,7 +7,7 @@ of ours from the start, is only noted.
 The same arguments and results; see ``kernels/wide.py`` for what they compute and ``kernels/cpu.py`` for when. Off with
 ``Policy.torch``, whose results are autocast's to the bit.
 
-Requires: folded. Ensures: lowered. A second run changes nothing.
+Requires: folded. Ensures: folded, lowered. A second run changes nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import fx
 from amp_compiler import ir
 from amp_compiler.kernels.lowering import BY_OP
 from amp_compiler.rewrite.base import Context, Dialect, Pass
+from amp_compiler.rewrite.facts import FOLDED, LOWERED
 
 
 def run(gm: fx.GraphModule, ctx: Context) -> bool:
@@ -37,4 +38,4 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
     return modified
 
 
-PASS = Pass("lower_kernels", Dialect.FUNCTIONAL, requires=("folded",), ensures=("lowered",), run=run)
+PASS = Pass("lower_kernels", Dialect.FUNCTIONAL, requires=(FOLDED,), ensures=(FOLDED, LOWERED), run=run)

@@ -32,6 +32,7 @@ from amp_compiler.common.torch_names import pytree
 from amp_compiler.ir import Origin
 from amp_compiler.policy import dtype_name
 from amp_compiler.rewrite.base import Context, Dialect, Pass
+from amp_compiler.rewrite.facts import NORMALIZED, ORIGIN
 
 aten = torch.ops.aten
 #: what a tracer puts behind a constant tensor of the code
@@ -286,4 +287,4 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-PASS = Pass("mark_dtype_origin", Dialect.PRE_DISPATCH, requires=("normalized",), ensures=("origin",), run=run)
+PASS = Pass("mark_dtype_origin", Dialect.PRE_DISPATCH, requires=(NORMALIZED,), ensures=(ORIGIN,), run=run)

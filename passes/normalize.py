@@ -24,6 +24,7 @@ from amp_compiler.ir.nesting import Nested, check_together, has_parts, marked_po
 from amp_compiler.ir.regions import Region
 from amp_compiler.policy import Policy, precision_dtype
 from amp_compiler.rewrite.base import Context, Dialect, Pass
+from amp_compiler.rewrite.facts import CAPTURED, NORMALIZED
 
 aten = torch.ops.aten
 SCOPE = "amp::scope"  # the node where a precision scope begins or ends, see amp_compiler/policy/scopes.py
@@ -145,4 +146,4 @@ def _autocast_dtype(node: fx.Node) -> torch.dtype:
     return torch.get_autocast_dtype(str(node.args[0]))
 
 
-PASS = Pass("normalize", Dialect.PRE_DISPATCH, requires=("captured",), ensures=("normalized",), run=run)
+PASS = Pass("normalize", Dialect.PRE_DISPATCH, requires=(CAPTURED,), ensures=(NORMALIZED,), run=run)

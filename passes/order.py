@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from amp_compiler.common.errors import ArgumentError
 from amp_compiler.common.messages import suggestion
+from amp_compiler.rewrite import facts
 from amp_compiler.rewrite.pipeline import Pipeline
 
 from . import (
@@ -54,7 +55,7 @@ STEP = (
 PREPARE = (normalize.PASS, mark_dtype_origin.PASS, remove_dropout.PASS, fold_constants.PASS, fold_batch_norm.PASS)
 CONVERT = (precision.PASS, insert_casts.PASS, freeze_parameters.PASS, fold_casts.PASS)
 RUN_CONVERTED = (widen_weights.PASS, fold_casts.PASS, fold_views.PASS, fuse_cast_matmul.PASS, lower_kernels.PASS)
-WEIGHTS = (batch_casts.PASS,)  # on the graph that makes the low copies of weights, once an update
+WEIGHTS = (batch_casts.PASS,)  # on the graph that makes the low copies of weights, once per update
 
 ALL = {p.name: p for p in (*FORWARD, *JOINT, *INFERENCE, *STEP, *PREPARE, *CONVERT, *RUN_CONVERTED)}
 
@@ -73,23 +74,18 @@ class Pipelines:
     run_converted: Pipeline
 
 
-def build(disable: Iterable[str] = (), backend: str = "eager", *, accumulating: bool = True) -> Pipelines:
+def build(disable: Iterable[str] = ()) -> Pipelines:
     """The pipelines, with the named passes switched off."""
     off = frozenset(check_names(disable))
-    if backend != "eager":
-        off |= {step.name for step in ALL.values() if "eager" in step.requires}
-    if not accumulating:
-        off |= {step.name for step in ALL.values() if "accumulating" in step.requires}
     return Pipelines(
-        forward=Pipeline(FORWARD, ("captured",), off),
-        joint=Pipeline(JOINT, ("functional", "eager"), off),
-        inference=Pipeline(INFERENCE, ("functional", "eager"), off),
-        step=Pipeline(STEP, ("functional", "eager", "step", "accumulating"), off),
-        weights=Pipeline(WEIGHTS, ("functional", "eager", "folded"), off),
-        prepare=Pipeline(PREPARE, ("captured",), off),
-        # fold_casts leaves alone what a graph writes to, and no gradient goes through this one
-        convert=Pipeline(CONVERT, ("captured", "normalized", "origin", "functional"), off),
-        run_converted=Pipeline(RUN_CONVERTED, ("functional", "eager"), off),
+        forward=Pipeline(FORWARD, (facts.CAPTURED,), off),
+        joint=Pipeline(JOINT, (facts.FUNCTIONAL, facts.PAST_AUTOGRAD), off),
+        inference=Pipeline(INFERENCE, (facts.FUNCTIONAL, facts.PAST_AUTOGRAD), off),
+        step=Pipeline(STEP, (facts.FUNCTIONAL, facts.PAST_AUTOGRAD, facts.STEP), off),
+        weights=Pipeline(WEIGHTS, (facts.FUNCTIONAL, facts.PAST_AUTOGRAD, facts.FOLDED), off),
+        prepare=Pipeline(PREPARE, (facts.CAPTURED, facts.PAST_AUTOGRAD), off),
+        convert=Pipeline(CONVERT, (facts.CAPTURED, facts.PAST_AUTOGRAD, facts.NORMALIZED, facts.ORIGIN), off),
+        run_converted=Pipeline(RUN_CONVERTED, (facts.FUNCTIONAL, facts.PAST_AUTOGRAD), off),
     )
 
 

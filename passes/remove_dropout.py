@@ -13,6 +13,7 @@ from torch import fx
 
 from amp_compiler import ir
 from amp_compiler.rewrite.base import Context, Dialect, Pass
+from amp_compiler.rewrite.facts import NORMALIZED
 
 OPS = frozenset(f"{kind}dropout{end}" for kind in ("", "feature_", "alpha_", "feature_alpha_") for end in ("", "_"))
 
@@ -37,4 +38,4 @@ def _is_idle(node: fx.Node) -> bool:
     return named.get("train") is False or named.get("p") == 0
 
 
-PASS = Pass("remove_dropout", Dialect.PRE_DISPATCH, requires=("normalized",), ensures=("normalized",), run=run)
+PASS = Pass("remove_dropout", Dialect.PRE_DISPATCH, requires=(NORMALIZED,), ensures=(NORMALIZED,), run=run)

@@ -9,7 +9,7 @@
 
 ``found`` goes in too: 1 if an earlier micro-batch of the same update was not finite.
 
-Requires: functional, step (a joint graph whose inputs and outputs carry roles). Ensures: scaled.
+Requires: functional, step (a joint graph whose inputs and outputs carry roles); a loss scale. Ensures: scaled.
 A second run changes nothing.
 """
 
@@ -24,6 +24,8 @@ from torch import fx
 from amp_compiler import ir
 from amp_compiler.kernels import unscale as _defines_amp_unscale  # noqa: F401
 from amp_compiler.rewrite.base import Context, Dialect, Pass
+from amp_compiler.rewrite.conditions import SCALES_LOSS
+from amp_compiler.rewrite.facts import FUNCTIONAL, SCALED, STEP
 
 aten = torch.ops.aten
 
@@ -91,4 +93,6 @@ def _computed(gradient: fx.Node) -> fx.Node:
     return ir.cast_source(gradient) if widened and _value(ir.cast_source(gradient)).dtype in ir.LOW_DTYPES else gradient
 
 
-PASS = Pass("scale_loss", Dialect.FUNCTIONAL, requires=("functional", "step"), ensures=("scaled",), run=run)
+PASS = Pass(
+    "scale_loss", Dialect.FUNCTIONAL, requires=(FUNCTIONAL, STEP), ensures=(SCALED,), run=run, when=(SCALES_LOSS,)
+)

@@ -8,7 +8,7 @@ The graph is not functional afterwards, so it is among the last passes; Inductor
 graph with a sparse gradient, and one with a parameter that is not fp32: its gradient is unscaled in fp32 and
 rounded again.
 
-Requires: scaled. Ensures: in_place. A second run changes nothing.
+Requires: scaled; no activation checkpointing. Ensures: in_place. A second run changes nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from torch import fx
 
 from amp_compiler import ir
 from amp_compiler.rewrite.base import Context, Dialect, Pass
+from amp_compiler.rewrite.conditions import RECOMPUTES_NOTHING
+from amp_compiler.rewrite.facts import IN_PLACE, SCALED
 
 
 def run(gm: fx.GraphModule, ctx: Context) -> bool:
@@ -61,4 +63,6 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
     return True
 
 
-PASS = Pass("unscale_in_place", Dialect.FUNCTIONAL, requires=("scaled",), ensures=("in_place",), run=run)
+PASS = Pass(
+    "unscale_in_place", Dialect.FUNCTIONAL, requires=(SCALED,), ensures=(IN_PLACE,), run=run, when=(RECOMPUTES_NOTHING,)
+)

@@ -8,8 +8,8 @@ The numbers are those of ``amp::cast_matmul``: low operands, fp32 sums, one roun
 products that read it, also through different views. The copies cost twice the memory of the low weights that they are
 made of; ``cache_weights = False`` on a converted model does without them.
 
-Requires: functional, eager, and ``ctx.weights``: without them it does nothing. Ensures: functional. A second run
-changes nothing.
+Requires: functional; the eager backend, ``cache_weights``, kernels that are not compiled; and ``ctx.weights``: without
+them it does nothing. Ensures: functional. A second run changes nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from amp_compiler import ir
 from amp_compiler.ir.weights import Weights, drop_unread
 from amp_compiler.kernels.cpu import runs_wide
 from amp_compiler.rewrite.base import Context, Dialect, Pass
+from amp_compiler.rewrite.conditions import CACHES_WEIGHTS, EAGER, KERNELS_IN_PYTHON
+from amp_compiler.rewrite.facts import FUNCTIONAL
 
 aten = torch.ops.aten
 #: op -> places of its operands; the rest of its arguments are settings
@@ -135,4 +137,7 @@ def _turned(make: Callable[[], torch.Tensor]) -> torch.Tensor:
     return make().t().float().contiguous()
 
 
-PASS = Pass("widen_weights", Dialect.FUNCTIONAL, requires=("functional", "eager"), ensures=("functional",), run=run)
+PASS = Pass(
+    "widen_weights", Dialect.FUNCTIONAL, requires=(FUNCTIONAL,),
+    ensures=(FUNCTIONAL,), run=run, when=(EAGER, CACHES_WEIGHTS, KERNELS_IN_PYTHON),
+)  # fmt: skip

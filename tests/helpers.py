@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from amp_compiler import Policy, ir
 from amp_compiler.capture.export import capture_export
-from amp_compiler.capture.lower import annotate_origin
+from amp_compiler.capture.origin import annotate_origin
 from amp_compiler.inspect.data import Row
 from amp_compiler.inspect.profile import CastCount, count_casts
 from amp_compiler.inspect.report import graph_rows

@@ -1,4 +1,4 @@
-"""``amp-compiler passes``: the pipelines in order, and what each pass requires and ensures."""
+"""``amp-compiler passes``: the pipelines in order, what each pass requires and ensures, and what the facts say."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from . import common as c
 
 if TYPE_CHECKING:
-    from ..rewrite.base import Pass
+    from ..rewrite.base import Fact, Pass
 
 NAME = "passes"
 HELP = "List the passes of each pipeline in order, with what each requires and ensures."
@@ -21,6 +21,7 @@ PIPELINES = {
     "joint": "on forward and backward together, after autodiff",
     "inference": "on the functional graph where no gradient is needed",
     "step": "on a whole training step, loss scaling included",
+    "weights": "on the graph that makes the low copies of weights, once per update",
     "prepare": "on an exported model that is converted, before its precision is decided",
     "convert": "then, up to what is saved",
     "run_converted": "on a converted model, in memory",
@@ -31,34 +32,53 @@ def run(as_json: c.Json = False, quiet: c.Quiet = False, debug: c.Debug = False)
     from rich.table import Table
 
     from ..passes import order
+    from ..rewrite import facts
+    from ..rewrite.base import words
 
     built = order.build()
     lists = {name: getattr(built, name) for name in PIPELINES}
     if as_json:
-        document = {
-            name: [
-                {"name": p.name, "dialect": p.dialect.value, "requires": list(p.requires), "ensures": list(p.ensures),
-                 "does": purpose(p)}
-                for p in pipe.passes
-            ]
-            for name, pipe in lists.items()
-        }  # fmt: skip
+        document = {name: [row(p) for p in pipe.passes] for name, pipe in lists.items()}
         c.write(json.dumps(document, indent=1), None)
         return
     out = c.console()
     for name, pipe in lists.items():
         table = Table(
-            title=f"{name}: {PIPELINES[name]} (given: {', '.join(pipe.given)})", title_justify="left", box=None,
+            title=f"{name}: {PIPELINES[name]} (given: {names(pipe.given)})", title_justify="left", box=None,
             title_style="bold", pad_edge=False,
         )  # fmt: skip
-        for column in ("", "pass", "requires", "ensures", "does"):
+        for column in ("", "pass", "requires", "ensures", "needs", "does"):
             table.add_column(column, overflow="fold")
         for number, step in enumerate(pipe.passes, 1):
-            table.add_row(str(number), step.name, ", ".join(step.requires), ", ".join(step.ensures), purpose(step))
+            needs = ", ".join(condition.needs for condition in step.when)
+            table.add_row(str(number), step.name, names(step.requires), names(step.ensures), needs, purpose(step))
         out.print(table)
         out.print()
+    table = Table(title="facts: checked after each pass that ensures them", title_justify="left", box=None,
+                  title_style="bold", pad_edge=False)  # fmt: skip
+    for column in ("fact", "of", "says"):
+        table.add_column(column, overflow="fold")
+    for fact in facts.ALL.values():
+        table.add_row(fact.name, words(fact.dialect), fact.promise)
+    out.print(table)
+    out.print()
     if not quiet:
         out.print("Leave one out by --disable NAME (in Python: disable_passes=[...]). AMP_LOGS=passes tells times.")
+
+
+def row(step: Pass) -> dict[str, object]:
+    """A pass as plain values."""
+    from ..rewrite.base import words
+
+    return {
+        "name": step.name, "dialect": words(step.dialect), "requires": [fact.name for fact in step.requires],
+        "ensures": [fact.name for fact in step.ensures], "needs": [condition.needs for condition in step.when],
+        "does": purpose(step),
+    }  # fmt: skip
+
+
+def names(facts: tuple[Fact, ...]) -> str:
+    return ", ".join(fact.name for fact in facts)
 
 
 def purpose(step: Pass) -> str:

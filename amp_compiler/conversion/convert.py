@@ -25,8 +25,7 @@ from ..policy import Policy, dtype_name
 from ..policy.ops.names import OpLike
 from ..policy.scopes import marked_modules, modules_of
 from ..rewrite.base import Context
-from ..rewrite.pipeline import Record, record
-from ..rewrite.verify import verify
+from ..rewrite.records import Record, record
 from ..runtime.arguments import check_request
 from .converted import ConvertedModel
 from .details import Details
@@ -67,7 +66,7 @@ def convert_model(
     request = check_request(level, dtype, policy, white_list, black_list, exclude, "eager", disable_passes)
     model, args, kwargs = _check_inputs(model, args, kwargs)
     chosen = request.policy_for(model).with_conditional(conditional_fp32_ops)
-    disabled = request.disable_passes if cast_params else (*request.disable_passes, "freeze_parameters")
+    disabled = request.disable_passes
     steps = order.build(disabled)
     start = time.perf_counter()
     _warn_of_train_mode(model)
@@ -75,21 +74,20 @@ def convert_model(
     low = None if untouched or "mark_dtype_origin" in disabled else chosen.low
     captured = capture_export(model, args, kwargs, dynamic_shapes, low=low, inference=True)
     gm, weights = captured.graph, weights_of(captured.program)
-    weights.store_low = "freeze_parameters" not in disabled
+    weights.store_low = cast_params and "freeze_parameters" not in disabled
     ctx = Context(chosen, keep_io_dtypes, marked_modules(modules_of(model)), captured.twin, weights=weights)
     if captured.twin_failed:
         ctx.notes.append(
             f"the model's code could not be traced in {dtype_name(chosen.low)}, so every cast in it to float32 counts "
             f"as the author's: {captured.twin_failed}"
         )
-    verify(gm, ("captured",), ctx, "capture")
     history = [record("capture", time.perf_counter() - start, True, gm, "convert", [])]
     fp32_bytes = _stored_bytes(gm.graph, weights)
-    steps.prepare.run(gm, ctx, history, graph="convert")
+    known = steps.prepare.run(gm, ctx, history, graph="convert")
     drop_unread(gm.graph, weights)
     original = Fp32Form(Frame.of(captured.program), ir.copy_graph(gm), weights.names_only())
-    steps.convert.run(gm, ctx, history, graph="convert")
-    return _finished(captured, ctx, original, history, fp32_bytes, cast_params, request.disable_passes)
+    steps.convert.run(gm, ctx, history, graph="convert", after="prepare", known=known)
+    return _finished(captured, ctx, original, history, fp32_bytes, cast_params, disabled)
 
 
 def _finished(

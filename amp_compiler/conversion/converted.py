@@ -11,7 +11,7 @@ from torch.export import ExportedProgram
 from ..common.torch_names import pytree
 from ..inspect.report import Report
 from ..policy import Policy
-from ..rewrite.pipeline import Record
+from ..rewrite.records import Record
 from . import archive, onnx
 from .details import Details
 from .fp32_form import Fp32Form, StoredFp32Form

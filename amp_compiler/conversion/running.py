@@ -12,12 +12,11 @@ from .. import ir
 from ..capture.program import Frame, functional, rebuild, weights_of
 from ..common.torch_names import no_autocast
 from ..ir.weights import Weight
-from ..kernels import registry
 from ..kernels.cpu import runs_wide
 from ..passes import order
 from ..policy import Policy
 from ..rewrite.base import Context
-from ..rewrite.pipeline import Record
+from ..rewrite.records import Record
 from ..runtime.prepare import prepare_kernels
 
 
@@ -41,10 +40,9 @@ class Running:
         gm, weights = lowered.graph_module, weights_of(lowered)
         assert isinstance(gm, fx.GraphModule)
         prepare_kernels(gm, policy)
-        # the compiled kernels pack low weights as fast as fp32 ones: copies would only cost memory
-        off = disabled if cache_weights and not registry.loaded() else (*disabled, "widen_weights")
         before = {n.name for n in gm.graph.nodes if n in weights}
-        order.build(off).run_converted.run(gm, Context(policy, weights=weights), history, graph="run")
+        ctx = Context(policy, weights=weights, caches_weights=cache_weights)
+        order.build(disabled).run_converted.run(gm, ctx, history, graph="run", after="lowering")
         self.cached_bytes = sum(
             ir.nbytes(n.meta["val"]) for n in gm.graph.nodes if n in weights and n.name not in before
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..rewrite.pipeline import Record
+from ..rewrite.records import Record
 
 LOW = ("float16", "bfloat16")
 

@@ -19,7 +19,7 @@ from ..common.messages import suggestion
 from ..ir.flops import node_flops
 from ..ir.view import precision_name
 from ..policy import Rule, dtype_name
-from ..rewrite.pipeline import Record
+from ..rewrite.records import Record
 from .data import LOW, Kernel, ReportData, Row
 
 

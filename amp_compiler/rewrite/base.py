@@ -1,23 +1,34 @@
-"""What a pass is: a small named rewrite that says what must hold before it and what holds after it."""
+"""What a pass is: a small named rewrite that says what must hold before it and what holds after it.
+
+What holds is said by ``Fact`` objects (``facts/``), each with the check that proves it on a graph.
+"""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 from torch import fx
 
+from amp_compiler import ir
+from amp_compiler.common.errors import VerifyError
 from amp_compiler.ir.weights import Weights
 from amp_compiler.policy import Policy
 
 
 class Dialect(enum.Enum):
-    """The two kinds of FX graph that passes take (DESIGN §2)."""
+    """The two kinds of FX graph that passes take."""
 
     PRE_DISPATCH = "pre-dispatch ATen"
     FUNCTIONAL = "functional ATen"
+
+
+def words(dialect: Dialect | None) -> str:
+    """How to name the dialect of a pass or a fact; None stands for either."""
+    return dialect.value if dialect is not None else "ATen in either dialect"
 
 
 @dataclass(frozen=True)
@@ -38,27 +49,89 @@ class Context:
     backend: str = "eager"
     #: verify by running every op again on fakes, whatever ``AMP_VERIFY`` says: for graphs that are shown
     deep: bool = False
+    #: a training step: gradients of several micro-batches are added up for each update
+    accumulates: bool = False
+    #: a training step: the loss is multiplied by a scale, and the gradients are divided by it
+    scales_loss: bool = True
+    #: a training step: a part of the forward runs again in the backward (activation checkpointing)
+    recomputes: bool = False
+    #: a converted model: memory may be spent on fp32 copies of its low weights
+    caches_weights: bool = True
     #: what passes want the user to know; the caller warns and puts it into the report
     notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a check looks: the stage that ran last, and the name of the graph if it is one inside another."""
+
+    after: str
+    graph: str = ""
+
+    def fail(self, what: str, node: fx.Node | None = None) -> NoReturn:
+        """Raise the error of a fact that does not hold. ``what``: a predicate of the node, or a whole clause."""
+        where = f"{self.after}, graph {self.graph}" if self.graph else self.after
+        if node is None:
+            raise VerifyError(f"After {where}: {what}", pass_name=self.after)
+        source = ir.source_line(node)
+        raise VerifyError(
+            f"After {where}: node '{node.name}' ({ir.format_node(node)}): {what}"
+            + (f" It comes from {source}." if source else ""),
+            pass_name=self.after, node=node.name, source=source,
+            hint="This is a bug in a pass: switch the pass off by disable_passes and report the graph.",
+        )  # fmt: skip
+
+
+Check = Callable[[fx.GraphModule, Context, Place], None]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Something that is true of a graph, and how to prove it.
+
+    ``check`` raises through ``Place.fail`` where the fact does not hold; it runs after every pass that ensures the
+    fact, in every use, so it is linear in the number of nodes. ``deep`` is what takes longer or knows less than all
+    valid graphs: it runs with ``AMP_VERIFY=deep`` only, beside running every op again, which is done after every pass.
+    """
+
+    name: str
+    #: the dialect of the graphs that can have it; None: either
+    dialect: Dialect | None
+    #: what it says, for the reader of ``passes/README.md``
+    promise: str
+    check: Check
+    deep: Check | None = None
+    #: the pass that makes it; empty if capture or autodiff does
+    made_by: str = ""
+    #: False if it is said of the outermost graph only, not of the graphs inside it
+    inside: bool = True
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Something about the situation that a pass needs and that no graph shows: who runs it, what the user asked for."""
+
+    #: in words that follow "needs"
+    needs: str
+    holds: Callable[[Context], bool]
 
 
 @dataclass(frozen=True)
 class Pass:
     """A rewrite in place: ``run(graph module, context)`` returns whether it changed anything.
 
-    ``requires`` and ``ensures`` are names of facts; the pipeline checks when it is built that each required
-    fact is ensured by an earlier pass (or by capture), and the verifier knows how to check a fact on a graph.
+    The pipeline checks when it is built that each fact of ``requires`` is ensured by an earlier pass, or given, and
+    after the pass that each fact of ``ensures`` holds. ``dialect`` is that of the graphs it takes, None if it takes
+    either. ``when``: in which situations it applies (``conditions.py``).
     """
 
     name: str
-    dialect: Dialect
-    requires: tuple[str, ...]
-    ensures: tuple[str, ...]
+    dialect: Dialect | None
+    requires: tuple[Fact, ...]
+    ensures: tuple[Fact, ...]
     run: Callable[[fx.GraphModule, Context], bool]
+    when: tuple[Condition, ...] = ()
 
-    def __post_init__(self) -> None:
-        MAKERS.update({fact: self.name for fact in self.ensures if fact not in self.requires})
-
-
-#: fact -> a pass that ensures it, of all passes that were imported
-MAKERS: dict[str, str] = {}
+    def unmet(self, ctx: Context) -> str:
+        """What the pass needs and this situation lacks; "" if the pass applies."""
+        return next((condition.needs for condition in self.when if not condition.holds(ctx)), "")

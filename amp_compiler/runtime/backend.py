@@ -22,8 +22,8 @@ from ..passes import order
 from ..policy import dtype_name
 from ..policy.scopes import marked_modules, modules_of, paths_of
 from ..rewrite.base import Context
-from ..rewrite.pipeline import record
-from ..rewrite.verify import deep_by_default, verify
+from ..rewrite.records import record
+from ..rewrite.verify import deep_by_default
 from .options import Options, resolve_backend
 from .prepare import prepare_kernels
 from .state import Piece, State
@@ -94,7 +94,6 @@ class Backend:
             self.twin(gm, paths),
             self.around(gm),
         )
-        verify(graph, ("captured",), ctx, "capture")
         history = [record("capture", time.perf_counter() - start, True, graph, "forward", [])]
         log("capture", "Dynamo: graph %d, %d nodes", len(self.state.pieces), len(graph.graph.nodes))
         self.forward.run(graph, ctx, history, graph="forward")
@@ -158,12 +157,12 @@ class Backend:
         piece = Piece(graph, graph_rows(graph, len(self.state.pieces)), cast_totals(graph))
         backend = resolve_backend(self.options.backend, example_inputs)
         ctx = Context(self.options.policy, self.options.keep_output_dtypes, backend=backend)
-        steps = order.build(self.options.disable_passes, backend)
+        steps = order.build(self.options.disable_passes)
 
         def joint(differentiated: fx.GraphModule, kind: str) -> None:
             chosen = steps.joint if kind == "joint" else steps.inference
             prepare_kernels(differentiated, self.options.policy, self.options.disable_passes)
-            chosen.run(differentiated, ctx, self.state.history, graph=kind)
+            chosen.run(differentiated, ctx, self.state.history, graph=kind, after="autodiff")
             piece.casts, piece.kernels = cast_totals(differentiated), kernel_counts(differentiated)
 
         compiled = compile_graph(graph, example_inputs, backend, joint)

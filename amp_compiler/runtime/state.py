@@ -22,7 +22,7 @@ from ..ir.wide import Handed
 from ..kernels.cast_matmul import scratch_bytes
 from ..policy import Policy
 from ..policy.scopes import Surroundings, modules_of, paths_of
-from ..rewrite.pipeline import Record
+from ..rewrite.records import Record
 from .work import Work, measure, unchanged
 
 

@@ -19,7 +19,7 @@ from ..kernels.all_finite import all_finite
 from ..kernels.norm import total_norm
 from ..policy import Policy, dtype_name
 from ..policy.ops.names import OpLike
-from ..rewrite.pipeline import Record
+from ..rewrite.records import Record
 from ..rewrite.verify import deep_by_default
 from ..runtime.arguments import call_arguments, check_request
 from ..runtime.captured import Captured

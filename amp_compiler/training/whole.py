@@ -66,20 +66,18 @@ class WholeStep(Backend):
                 node._rename(places[node.meta[ir.ROLE].index].name)
         joint.meta[ir.PARAMETER] = {i for i, n in enumerate(places) if n.meta.get(ir.PARAMETER)}
 
-        off = list(self.options.disable_passes)
-        if self.window.scale is None:
-            off.append("scale_loss")
-        if any("recompute" in n.meta for n in joint.graph.nodes):  # torch's partitioner takes functional graphs only
-            off += ["accumulate_in_place", "unscale_in_place"]
-        steps = order.build(off, backend, accumulating=self.window.size > 1)
-        ctx = Context(self.options.policy, self.options.keep_output_dtypes, backend=backend)
-        prepare_kernels(joint, self.options.policy, off)
-        steps.step.run(joint, ctx, self.state.history, graph="joint")
+        steps = order.build(self.options.disable_passes)
+        ctx = Context(
+            self.options.policy, self.options.keep_output_dtypes, backend=backend, accumulates=self.window.size > 1,
+            scales_loss=self.window.scale is not None, recomputes=any("recompute" in n.meta for n in joint.graph.nodes),
+        )  # fmt: skip
+        prepare_kernels(joint, self.options.policy, self.options.disable_passes)
+        steps.step.run(joint, ctx, self.state.history, graph="joint", after="autodiff")
         if self.window.scale is None:
             _own_gradients(joint)
         weights = joint.meta.get(ir.WEIGHTS)
         if weights is not None:
-            steps.weights.run(weights, ctx, self.state.history, graph="weights")
+            steps.weights.run(weights, ctx, self.state.history, graph="weights", after="hoist_weight_casts")
         rows = graph_rows(graph, len(self.state.pieces))
         self.state.pieces.append(Piece(graph, rows, cast_totals(joint), kernel_counts(joint), joint))
         constants = {**dict(forward.named_parameters()), **dict(forward.named_buffers())}

@@ -38,8 +38,18 @@ that followed the dtype of a value follow the one that it has there.
 Requires: normalized. Ensures: assigned. A second run changes nothing.
 """
 
-from amp_compiler.rewrite.base import Dialect, Pass
+from __future__ import annotations
 
-from .walk import run
+from torch import fx
 
-PASS = Pass("assign_precision", Dialect.PRE_DISPATCH, requires=("normalized",), ensures=("assigned",), run=run)
+from amp_compiler.rewrite.base import Context, Dialect, Pass
+from amp_compiler.rewrite.facts import ASSIGNED, NORMALIZED
+
+from .walk import assign
+
+
+def run(gm: fx.GraphModule, ctx: Context) -> bool:
+    return assign(gm, ctx)
+
+
+PASS = Pass("assign_precision", Dialect.PRE_DISPATCH, requires=(NORMALIZED,), ensures=(ASSIGNED,), run=run)

@@ -39,7 +39,7 @@ RULES = (
 )  # fmt: skip
 
 
-def run(gm: fx.GraphModule, ctx: Context) -> bool:
+def assign(gm: fx.GraphModule, ctx: Context) -> bool:
     """Write a decision on every node; True if one differs from what was there."""
     before = {node: ir.decision(node) for _, inner in ir.all_graphs(gm) for node in inner.graph.nodes}
     held = held_by_weights(gm, ctx)

@@ -17,8 +17,9 @@ from amp_compiler.inspect.report import graph_rows
 from amp_compiler.passes import order
 from amp_compiler.policy.ops.names import find_row
 from amp_compiler.policy.ops.row import OpClass
+from amp_compiler.rewrite import facts
 from amp_compiler.rewrite.base import Context
-from amp_compiler.rewrite.pipeline import Record
+from amp_compiler.rewrite.records import Record
 from amp_compiler.rewrite.verify import verify
 from networks import NETWORKS
 
@@ -39,7 +40,7 @@ def rewritten(captured: Exported, policy: Policy) -> list[Row]:
     history: list[Record] = []
     ctx = Context(policy, twin=captured.twin)
     order.build().forward.run(gm, ctx, history, graph="forward")
-    verify(gm, ("captured", "normalized", "assigned", "cast"), ctx, "insert_casts", deep=True)
+    verify(gm, (facts.CAPTURED, facts.NORMALIZED, facts.ASSIGNED, facts.CAST), ctx, "insert_casts", deep=True)
     return graph_rows(gm, 0)
 
 

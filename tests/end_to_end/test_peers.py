@@ -25,7 +25,7 @@ from amp_compiler.passes import order
 from amp_compiler.policy.ops.names import find_row
 from amp_compiler.policy.ops.row import OpClass
 from amp_compiler.rewrite.base import Context
-from amp_compiler.rewrite.pipeline import Record
+from amp_compiler.rewrite.records import Record
 from helpers import in_turn
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -25,6 +25,7 @@ from amp_compiler.passes import insert_casts
 from amp_compiler.passes.precision import PASS
 from amp_compiler.policy.ops.row import OpClass, Row
 from amp_compiler.policy.ops.table import ROWS
+from amp_compiler.rewrite import facts
 from amp_compiler.rewrite.base import Context
 from amp_compiler.rewrite.pipeline import Pipeline
 from amp_compiler.rewrite.verify import verify
@@ -230,9 +231,9 @@ def test_every_row_verifies_after_its_casts(level: str) -> None:
         gm = one_op(op, args, through=low_flow)
         try:
             PASS.run(gm, ctx)
-            verify(gm, ("assigned",), ctx, PASS.name)
+            verify(gm, (facts.ASSIGNED,), ctx, PASS.name)
             insert_casts.PASS.run(gm, ctx)
-            verify(gm, ("cast",), ctx, "insert_casts", deep=True)
+            verify(gm, (facts.CAST,), ctx, "insert_casts", deep=True)
         except Exception as error:
             wrong.append(f"{row.cls.name} {op}: {type(error).__name__}: {str(error)[:160]}")
     assert not wrong, f"{len(wrong)} ops:\n" + "\n".join(wrong)
@@ -764,7 +765,7 @@ def test_the_verifier_finds_a_wide_value_that_is_rounded() -> None:
     (add,) = ops(gm, "add")
     ir.amend(add, precision=F16, out=(F16,), rule="table")
     with pytest.raises(VerifyError, match="rounds the fp32 result of exp"):
-        verify(gm, ("assigned",), ctx, "a test")
+        verify(gm, (facts.ASSIGNED,), ctx, "a test")
 
 
 # ------------------------------------------------------------------------------------------ requirements
@@ -774,7 +775,7 @@ def test_a_violated_requirement_is_named() -> None:
     with pytest.raises(VerifyError, match="another spelling"):
         check_pass(PASS, pre_dispatch(lambda x: aten._to_copy(x, dtype=BF16), X))
     with pytest.raises(PipelineError, match=r"'assign_precision' needs 'normalized'.*'normalize' makes it"):
-        Pipeline((PASS,), ("captured",))
+        Pipeline((PASS,), (facts.CAPTURED,))
 
 
 # ---------------------------------------------------------------------------------------------- property

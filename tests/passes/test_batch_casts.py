@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from amp_compiler import amp_compile
 from amp_compiler.common.errors import PipelineError
 from amp_compiler.passes.batch_casts import LARGEST, PASS
+from amp_compiler.rewrite import facts
 from amp_compiler.rewrite.pipeline import Pipeline
 from helpers import BF16, F16, casts, check_pass, functional, unchanged
 
@@ -85,7 +86,7 @@ def test_a_value_made_in_the_graph_is_no_parameter() -> None:
 
 def test_it_needs_folded_casts_and_the_eager_backend() -> None:
     with pytest.raises(PipelineError, match="needs 'folded'"):
-        Pipeline((PASS,), ("functional", "eager"))
+        Pipeline((PASS,), (facts.FUNCTIONAL,))
 
 
 def test_gradients_are_the_same_bits_without_it() -> None:

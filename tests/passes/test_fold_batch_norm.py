@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from amp_compiler import Policy
 from amp_compiler.common.errors import PipelineError
 from amp_compiler.passes.fold_batch_norm import PASS
+from amp_compiler.rewrite import facts
 from amp_compiler.rewrite.pipeline import Pipeline
 from conversion_helpers import Weighted
 from helpers import BF16, F16, context
@@ -155,7 +156,7 @@ def test_without_weights_it_does_nothing() -> None:
 
 def test_it_needs_a_normalized_graph() -> None:
     with pytest.raises(PipelineError, match="needs 'normalized'"):
-        Pipeline((PASS,), ("captured",))
+        Pipeline((PASS,), (facts.CAPTURED,))
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.booleans(), st.booleans())

@@ -14,6 +14,7 @@ from torch import Tensor
 from amp_compiler import ir
 from amp_compiler.common.errors import PipelineError, VerifyError
 from amp_compiler.passes.fold_casts import PASS
+from amp_compiler.rewrite import facts
 from amp_compiler.rewrite.pipeline import Pipeline
 from amp_compiler.rewrite.verify import verify
 from helpers import (
@@ -521,8 +522,8 @@ def test_subgraphs_are_folded_too() -> None:
 
 
 def test_the_order_is_checked_and_so_is_the_result() -> None:
-    with pytest.raises(PipelineError, match="'fold_casts' needs 'functional'"):
-        Pipeline((PASS,), ("captured",))
+    with pytest.raises(PipelineError, match="'fold_casts' needs 'past_autograd'"):
+        Pipeline((PASS,), (facts.CAPTURED,))
     gm = functional(lambda x: x.float().bfloat16() + 1, values(4, dtype=BF16))
     with pytest.raises(VerifyError, match="lossless"):
         verify(gm, PASS.ensures, context(), "nothing")

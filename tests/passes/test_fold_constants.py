@@ -15,6 +15,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from amp_compiler import Policy
 from amp_compiler.common.errors import PipelineError
 from amp_compiler.passes.fold_constants import PASS
+from amp_compiler.rewrite import facts
 from amp_compiler.rewrite.pipeline import Pipeline
 from conversion_helpers import Weighted
 from helpers import BF16, context, same
@@ -120,7 +121,7 @@ def test_without_weights_it_does_nothing() -> None:
 
 def test_it_needs_a_normalized_graph() -> None:
     with pytest.raises(PipelineError, match="needs 'normalized'"):
-        Pipeline((PASS,), ("captured",))
+        Pipeline((PASS,), (facts.CAPTURED,))
 
 
 OPS = [torch.mul, torch.add, torch.maximum, lambda a, b: a @ b, lambda a, b: a.softmax(-1) - b]

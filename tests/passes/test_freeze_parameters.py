@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from amp_compiler.common.errors import PipelineError, VerifyError
 from amp_compiler.passes.freeze_parameters import PASS
+from amp_compiler.rewrite import facts
 from amp_compiler.rewrite.pipeline import Pipeline
 from amp_compiler.rewrite.verify import verify
 from conversion_helpers import Weighted, stored_casts
@@ -209,13 +210,13 @@ def test_without_weights_it_does_nothing() -> None:
 
 def test_it_needs_casts() -> None:
     with pytest.raises(PipelineError, match="needs 'cast'"):
-        Pipeline((PASS,), ("captured",))
+        Pipeline((PASS,), (facts.CAPTURED,))
 
 
 def test_a_rounding_that_is_left_is_found() -> None:
     given = Weighted(Uses("low"), X, cast=True)
     with pytest.raises(VerifyError, match="rounds the weight w each time"):
-        verify(given.gm, ("frozen",), given.ctx, "nothing")
+        verify(given.gm, (facts.FROZEN,), given.ctx, "nothing")
 
 
 WAYS = st.lists(st.sampled_from(["low", "fp32", "moved", "looked up", "both moved"]), min_size=1, max_size=5)

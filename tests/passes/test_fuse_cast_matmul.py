@@ -14,6 +14,7 @@ from amp_compiler import Policy, ir
 from amp_compiler.common.errors import PipelineError
 from amp_compiler.kernels import cpu
 from amp_compiler.passes import fold_casts, fuse_cast_matmul, lower_kernels, scale_loss
+from amp_compiler.rewrite import facts
 from amp_compiler.rewrite.pipeline import Pipeline
 from helpers import BF16, F16, F32, casts, check_pass, context, functional, step_graph
 
@@ -168,4 +169,4 @@ def test_native_and_fp32_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_they_come_after_folding() -> None:
     for pass_ in (FUSE, LOWER):
         with pytest.raises(PipelineError, match="needs 'folded'"):
-            Pipeline((pass_,), ("functional", "eager"))
+            Pipeline((pass_,), (facts.FUNCTIONAL,))

@@ -10,6 +10,7 @@ from amp_compiler import ir
 from amp_compiler.common.errors import PipelineError, VerifyError
 from amp_compiler.passes import fold_casts
 from amp_compiler.passes.hoist_weight_casts import PASS
+from amp_compiler.rewrite import facts
 from amp_compiler.rewrite.pipeline import Pipeline
 from amp_compiler.rewrite.verify import verify
 from helpers import BF16, F16, check_pass, context, step_graph
@@ -75,10 +76,10 @@ def test_nothing_to_hoist() -> None:
 
 def test_it_comes_after_folding() -> None:
     with pytest.raises(PipelineError, match="needs 'folded'"):
-        Pipeline((PASS,), ("functional", "step", "accumulating"))
+        Pipeline((PASS,), (facts.FUNCTIONAL, facts.STEP))
 
 
 def test_a_cast_that_is_left_is_found() -> None:
     gm = graph(lambda w, x: (x.to(BF16) @ w.to(BF16)).float().sum(), weight(3, 2), ROWS)
     with pytest.raises(VerifyError, match="casts a parameter once a micro-batch"):
-        verify(gm, ("hoisted",), context(), "nothing")
+        verify(gm, (facts.HOISTED,), context(), "nothing")

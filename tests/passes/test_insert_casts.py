@@ -14,6 +14,7 @@ from torch import Tensor
 from amp_compiler import Policy, ir
 from amp_compiler.common.errors import PipelineError, VerifyError
 from amp_compiler.passes.insert_casts import PASS
+from amp_compiler.rewrite import facts
 from amp_compiler.rewrite.base import Context
 from amp_compiler.rewrite.pipeline import Pipeline
 from helpers import (
@@ -256,7 +257,7 @@ def test_a_violated_requirement_is_named() -> None:
     with pytest.raises(VerifyError, match=r"node 'linear'.*has no precision"):
         check_pass(PASS, pre_dispatch(lambda x, w: F.linear(x, w), X, W))
     with pytest.raises(PipelineError, match=r"'insert_casts' needs 'assigned'.*'assign_precision' makes it"):
-        Pipeline((PASS,), ("captured", "normalized"))
+        Pipeline((PASS,), (facts.CAPTURED, facts.NORMALIZED))
 
 
 # ---------------------------------------------------------------------------------------------- property

@@ -16,6 +16,7 @@ from amp_compiler import ir, precision
 from amp_compiler.common.errors import VerifyError
 from amp_compiler.ir import Origin
 from amp_compiler.passes import mark_dtype_origin, normalize
+from amp_compiler.rewrite import facts
 from amp_compiler.rewrite.base import Context
 from amp_compiler.rewrite.verify import verify
 from helpers import BF16, F16, F32, LOW, check_pass, context, find, ops, pre_dispatch, unchanged
@@ -207,7 +208,7 @@ def test_the_verifier_sees_a_verdict_that_cannot_be() -> None:
     gm = pre_dispatch(lambda x: x.double(), X)
     ops(gm, "to")[0].meta[ir.ORIGIN] = Origin(follows=True)
     with pytest.raises(VerifyError, match=r"node 'to'.*said to follow a dtype"):
-        verify(gm, ("origin",), context(), "a test", deep=False)
+        verify(gm, (facts.ORIGIN,), context(), "a test", deep=False)
 
 
 STEPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from amp_compiler.common.errors import PipelineError
 from amp_compiler.passes.remove_dropout import PASS
+from amp_compiler.rewrite import facts
 from amp_compiler.rewrite.pipeline import Pipeline
 from helpers import check_pass, context, ops, pre_dispatch, prepared, unchanged
 
@@ -63,7 +64,7 @@ def test_a_write_to_its_result_is_a_write_to_its_input() -> None:
 
 def test_it_needs_a_normalized_graph() -> None:
     with pytest.raises(PipelineError, match="needs 'normalized'"):
-        Pipeline((PASS,), ("captured",))
+        Pipeline((PASS,), (facts.CAPTURED,))
 
 
 KINDS = [F.dropout, F.alpha_dropout, F.dropout1d, F.dropout2d, F.feature_alpha_dropout]

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from amp_compiler import ir
 from amp_compiler.common.errors import PipelineError, VerifyError
 from amp_compiler.passes.scale_loss import PASS
+from amp_compiler.rewrite import facts
 from amp_compiler.rewrite.pipeline import Pipeline
 from amp_compiler.rewrite.verify import verify
 from helpers import BF16, F16, F32, aten, check_pass, context, step_graph
@@ -133,7 +134,7 @@ def test_shared_and_unused_parameters() -> None:
 
 def test_requires_a_training_step() -> None:
     with pytest.raises(PipelineError, match="needs 'step'"):
-        Pipeline((PASS,), ("functional",))
+        Pipeline((PASS,), (facts.FUNCTIONAL,))
 
 
 @settings(max_examples=25)
@@ -225,7 +226,7 @@ def loss_depends_on_scale(gm: fx.GraphModule) -> None:
 )
 def test_the_verifier_finds(damage: Any, message: str) -> None:
     gm = scaled_graph()
-    verify(gm, ("scaled",), context(), "scale_loss")
+    verify(gm, (facts.SCALED,), context(), "scale_loss")
     damage(gm)
     with pytest.raises(VerifyError, match=message):
-        verify(gm, ("scaled",), context(), "the damage")
+        verify(gm, (facts.SCALED,), context(), "the damage")

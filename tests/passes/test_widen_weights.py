@@ -15,6 +15,7 @@ from amp_compiler import Policy, convert_model, ir
 from amp_compiler.capture.program import functional, weights_of
 from amp_compiler.common.errors import PipelineError
 from amp_compiler.passes.widen_weights import PASS
+from amp_compiler.rewrite import facts
 from amp_compiler.rewrite.base import Context
 from amp_compiler.rewrite.pipeline import Pipeline
 from helpers import BF16, F16, F32, LOW, check_pass, context, ops
@@ -135,7 +136,7 @@ def test_without_weights_or_with_autocasts_policy_it_does_nothing() -> None:
 
 def test_it_needs_a_functional_graph() -> None:
     with pytest.raises(PipelineError, match="needs 'functional'"):
-        Pipeline((PASS,), ("captured",))
+        Pipeline((PASS,), (facts.CAPTURED,))
 
 
 @given(st.integers(1, 3), st.integers(1, 8), st.booleans(), st.sampled_from([BF16, F16]))

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from amp_compiler import Policy, ir
+from amp_compiler.capture.export import capture_export
+from amp_compiler.capture.program import weights_of
 from amp_compiler.common.errors import AmpError, ArgumentError, BannedOpError, PipelineError, VerifyError
 from amp_compiler.passes import insert_casts, normalize, precision
 from amp_compiler.passes.order import (
@@ -23,12 +27,16 @@ from amp_compiler.passes.order import (
     build,
     check_names,
 )
-from amp_compiler.rewrite.base import Context, Dialect, Pass
-from amp_compiler.rewrite.pipeline import Pipeline, Record
-from helpers import BF16, casts, context, functional, pre_dispatch
+from amp_compiler.rewrite import facts
+from amp_compiler.rewrite.base import Context, Dialect, Fact, Pass
+from amp_compiler.rewrite.pipeline import Pipeline
+from amp_compiler.rewrite.records import Record
+from amp_compiler.rewrite.verify import DEEP
+from helpers import BF16, casts, context, functional, pre_dispatch, step_graph
 
 X, W = torch.randn(2, 4), torch.randn(4, 4)
-GIVEN = ("captured",)
+GIVEN = (facts.CAPTURED,)
+BLESSED = Fact("blessed", None, "Nobody makes it.", check=lambda gm, ctx, place: None)
 
 
 def model(x: Tensor, w: Tensor) -> Tensor:
@@ -74,7 +82,7 @@ def test_the_pipelines_are_in_order() -> None:
             (normalize.PASS, insert_casts.PASS, precision.PASS),
             "'assign_precision' makes it and must come earlier",
         ),
-        (JOINT, "'fold_casts' needs 'functional', which nothing before it makes"),
+        (JOINT, "'fold_casts' needs 'past_autograd', which nothing before it makes"),
     ],
 )
 def test_a_wrong_order_fails_when_it_is_built(passes: tuple[Pass, ...], message: str) -> None:
@@ -83,11 +91,25 @@ def test_a_wrong_order_fails_when_it_is_built(passes: tuple[Pass, ...], message:
 
 
 def test_an_unknown_fact_has_no_maker() -> None:
-    strange = Pass("strange", Dialect.PRE_DISPATCH, ("blessed",), (), lambda gm, ctx: False)
+    strange = Pass("strange", Dialect.PRE_DISPATCH, (BLESSED,), (), lambda gm, ctx: False)
     with pytest.raises(
         PipelineError, match=r"needs 'blessed', which nothing before it makes\. Before it run: normalize"
     ):
         Pipeline((normalize.PASS, strange), GIVEN)
+
+
+def test_passes_of_two_dialects_are_no_pipeline() -> None:
+    """The facts that are given say which graphs a pipeline is for."""
+    with pytest.raises(PipelineError, match=r"No graph has all these facts.*functional, captured"):
+        Pipeline((), (facts.FUNCTIONAL, facts.CAPTURED))
+    late = Pass("late", Dialect.FUNCTIONAL, (), (), lambda gm, ctx: False)
+    with pytest.raises(PipelineError, match="'late' is for functional ATen"):
+        Pipeline((normalize.PASS, late), GIVEN)
+    stray = Pass("stray", None, (), (facts.BATCHED,), lambda gm, ctx: False)
+    with pytest.raises(PipelineError, match="'stray' is for functional ATen"):
+        Pipeline((normalize.PASS, stray), GIVEN)
+    with pytest.raises(PipelineError, match="'late' is for functional ATen"):
+        Pipeline((Pass("early", Dialect.PRE_DISPATCH, (), (), lambda gm, ctx: False), late), ())
 
 
 def test_a_pipeline_is_a_value() -> None:
@@ -106,16 +128,16 @@ def test_each_pass_can_be_switched_off(name: str) -> None:
     gm = pre_dispatch(model, X, W)
     history = run(forward, gm)
     assert [r.name for r in history] == [p.name for p in FORWARD]
-    facts = set(forward.given)
+    holds = set(forward.given)
     for step, record in zip(FORWARD, history, strict=True):
-        missing = [f for f in step.requires if f not in facts]
+        missing = [f for f in step.requires if f not in holds]
         if step.name == name:
             assert record.note == "switched off"
         elif missing:
-            assert record.note == f"left out: needs '{missing[0]}'"
+            assert record.note == f"left out: needs '{missing[0].name}'"
         else:
             assert record.note == ""
-            facts.update(step.ensures)
+            holds.update(step.ensures)
         if record.note:
             assert (record.modified, record.seconds) == (False, 0.0)
     torch.testing.assert_close(gm(X, W), model(X, W), rtol=0, atol=0.05)  # bf16 in one linear at most
@@ -136,6 +158,67 @@ def test_a_cascade_is_noted_pass_by_pass() -> None:
     }
 
 
+def test_a_given_fact_that_an_earlier_pipeline_did_not_make() -> None:
+    """What a switched-off pass of one pipeline would have made is missing in the next one too."""
+    built = build(["normalize"])
+    captured = capture_export(torch.nn.Linear(4, 4), (X,))
+    ctx, history = Context(Policy("O2", BF16), weights=weights_of(captured.program)), []
+    known = built.prepare.run(captured.graph, ctx, history, graph="convert")
+    assert known == {facts.CAPTURED, facts.PAST_AUTOGRAD}
+    built.convert.run(captured.graph, ctx, history, graph="convert", known=known)
+    assert {r.name: r.note for r in history[len(PREPARE) :]} == {
+        "assign_precision": "left out: needs 'normalized'",
+        "insert_casts": "left out: needs 'assigned'",
+        "freeze_parameters": "left out: needs 'cast'",
+        "fold_casts": "",
+    }
+
+
+# ------------------------------------------------------------------------------------------- situations
+
+
+def notes(pipe: Pipeline, gm: fx.GraphModule, **situation: Any) -> dict[str, str]:
+    """Name -> why it did not run, of the passes that did not."""
+    ctx = dataclasses.replace(context("O2"), **situation)
+    return {r.name: r.note for r in run(pipe, gm, ctx) if r.note}
+
+
+def training_step() -> fx.GraphModule:
+    w = torch.nn.Parameter(W.clone())
+    return step_graph(lambda w, x: (x.to(BF16) @ w.to(BF16)).float().sum(), w, X)
+
+
+def test_what_inductor_does_by_itself_is_left_out() -> None:
+    gm = functional(lambda x: x + 1, X)
+    needs = "left out: needs the eager backend"
+    assert notes(build().joint, gm, backend="inductor") == {"fold_views": needs, "batch_casts": needs}
+    assert notes(build().joint, gm) == {}
+
+
+def test_the_passes_of_a_training_step_depend_on_the_situation() -> None:
+    step = build().step
+    once = "left out: needs several micro-batches per update"
+    assert notes(step, training_step()) == {"hoist_weight_casts": once, "accumulate_in_place": once}
+    assert notes(step, training_step(), accumulates=True) == {}
+    assert notes(step, training_step(), accumulates=True, scales_loss=False) == {
+        "scale_loss": "left out: needs a loss scale",
+        "accumulate_in_place": "left out: needs 'scaled'",
+        "unscale_in_place": "left out: needs 'scaled'",
+    }
+    checkpointed = "left out: needs a step without activation checkpointing"
+    assert notes(step, training_step(), accumulates=True, recomputes=True) == {
+        "accumulate_in_place": checkpointed, "unscale_in_place": checkpointed,
+    }  # fmt: skip
+    assert notes(step, training_step(), accumulates=True, backend="inductor") == {
+        name: "left out: needs the eager backend" for name in ("fold_views", "batch_casts", "accumulate_in_place")
+    }
+
+
+def test_the_users_choice_comes_before_the_situation() -> None:
+    gm = functional(lambda x: x + 1, X)
+    assert notes(build(["fold_views"]).joint, gm, backend="inductor")["fold_views"] == "switched off"
+
+
 def test_an_unknown_name_suggests_the_nearest() -> None:
     with pytest.raises(ArgumentError, match=r"Unknown pass .fold_cast.*Did you mean .fold_casts."):
         build(["fold_cast"])
@@ -153,7 +236,7 @@ def failing(error: Exception) -> Pass:
     def body(gm: fx.GraphModule, ctx: Context) -> bool:
         raise error
 
-    return Pass("failing", Dialect.PRE_DISPATCH, ("assigned",), ("failed",), body)
+    return Pass("failing", Dialect.PRE_DISPATCH, (facts.ASSIGNED,), (BLESSED,), body)
 
 
 def test_a_failing_pass_names_the_passes_before_it() -> None:
@@ -181,9 +264,41 @@ def test_errors_for_the_user_go_up_as_they_are() -> None:
 
 def test_each_result_is_verified() -> None:
     """A pass that promises what it did not do is caught right after it, by its name."""
-    liar = Pass("liar", Dialect.PRE_DISPATCH, (), ("assigned",), lambda gm, ctx: False)
+    liar = Pass("liar", Dialect.PRE_DISPATCH, (), (facts.ASSIGNED,), lambda gm, ctx: False)
     with pytest.raises(VerifyError, match=r"After liar: node '.*has no precision"):
         run(Pipeline((liar,), GIVEN))
+
+
+@pytest.mark.parametrize("pipeline", ["joint", "step"])
+def test_what_is_given_is_checked_first(pipeline: str) -> None:
+    """A pre-dispatch graph is not functional, though it is for inference only."""
+    with pytest.raises(VerifyError, match="After autodiff: node"):
+        getattr(build(), pipeline).run(pre_dispatch(model, X, W), context(), [], graph="joint", after="autodiff")
+
+
+def lie(gm: fx.GraphModule, ctx: Context) -> bool:
+    node = next(n for n in gm.graph.nodes if n.op == "call_function")
+    node.meta["val"] = ir.retype(node.meta["val"], torch.float64)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "make"),
+    [
+        ("captured", facts.CAPTURED, lambda: pre_dispatch(lambda x: x.exp() + 1, X)),
+        ("functional", facts.FUNCTIONAL, lambda: functional(lambda x: x.exp() + 1, X)),
+        ("step", facts.STEP, training_step),
+    ],
+)
+def test_ops_are_run_again_after_every_pass(
+    name: str, given: Fact, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In deep mode, whatever a pass ensures: here nothing at all."""
+    pipe = Pipeline((Pass("liar", given.dialect, (given,), (), lie),), (given,))
+    with pytest.raises(VerifyError, match=r"After liar: node '.*its meta says torch.float64"):
+        run(pipe, make())
+    monkeypatch.delenv(DEEP)
+    run(pipe, make())
 
 
 # ---------------------------------------------------------------------------------------------- history

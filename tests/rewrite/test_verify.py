@@ -13,8 +13,9 @@ from amp_compiler import ir
 from amp_compiler.common.errors import VerifyError
 from amp_compiler.ir import Mode
 from amp_compiler.passes import insert_casts
-from amp_compiler.passes.order import ALL
-from amp_compiler.rewrite.verify import CHECKS, deep_by_default, verify
+from amp_compiler.rewrite import facts
+from amp_compiler.rewrite.base import Fact
+from amp_compiler.rewrite.verify import deep_by_default, verify
 from helpers import (
     BF16,
     F16,
@@ -49,7 +50,7 @@ def small(until: str = "") -> fx.GraphModule:
     return prepared(exported(Small(), X), CTX, until=until)
 
 
-def broken(gm: fx.GraphModule, fact: str, *words: str, after: str = "my_pass", deep: bool = False) -> str:
+def broken(gm: fx.GraphModule, fact: Fact, *words: str, after: str = "my_pass", deep: bool = False) -> str:
     """The verifier's message, which must name the pass and contain the words."""
     with pytest.raises(VerifyError) as info:
         verify(gm, (fact,), CTX, after, deep=deep)
@@ -62,13 +63,8 @@ def broken(gm: fx.GraphModule, fact: str, *words: str, after: str = "my_pass", d
 
 def test_a_sound_graph_passes_every_check() -> None:
     gm = small()
-    verify(gm, ("captured", "normalized", "assigned", "cast"), CTX, "all", deep=True)
-    verify(functional(lambda x: x.to(BF16) + 1, X), ("functional", "folded"), CTX, "all", deep=True)
-
-
-def test_every_fact_that_a_pass_ensures_has_a_check() -> None:
-    for step in ALL.values():
-        assert set(step.ensures) <= set(CHECKS), step.name
+    verify(gm, (facts.CAPTURED, facts.NORMALIZED, facts.ASSIGNED, facts.CAST), CTX, "all", deep=True)
+    verify(functional(lambda x: x.to(BF16) + 1, X), (facts.FUNCTIONAL, facts.FOLDED), CTX, "all", deep=True)
 
 
 def test_tests_verify_deeply() -> None:
@@ -79,7 +75,7 @@ def test_a_failure_names_pass_node_and_source_line() -> None:
     gm = small(until="insert_casts")
     del find(gm, "exp").meta[ir.META]
     message = broken(
-        gm, "assigned", "node 'exp'", "exp(matmul)", "has no precision", after="assign_precision"
+        gm, facts.ASSIGNED, "node 'exp'", "exp(matmul)", "has no precision", after="assign_precision"
     )
     assert "test_verify.py:" in message
     assert "in forward: return y.exp() + 1" in message
@@ -92,19 +88,19 @@ def test_a_failure_names_pass_node_and_source_line() -> None:
 def test_nodes_out_of_order() -> None:
     gm = small(until="normalize")
     find(gm, "matmul").append(find(gm, "add"))
-    broken(gm, "captured", "not well formed", "add")
+    broken(gm, facts.CAPTURED, "not well formed", "add")
 
 
 def test_no_aten_call() -> None:
     gm = fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4)))
-    broken(gm, "captured", "is no ATen call")
+    broken(gm, facts.CAPTURED, "is no ATen call")
     gm = fx.symbolic_trace(lambda x: x.relu())
-    broken(gm, "captured", "node 'relu'", "is no ATen call")
+    broken(gm, facts.CAPTURED, "node 'relu'", "is no ATen call")
 
 
 def test_a_cast_in_another_spelling() -> None:
     broken(
-        pre_dispatch(lambda x: aten._to_copy(x, dtype=BF16), X), "normalized", "node '_to_copy'", "spelling"
+        pre_dispatch(lambda x: aten._to_copy(x, dtype=BF16), X), facts.NORMALIZED, "node '_to_copy'", "spelling"
     )
 
 
@@ -114,20 +110,20 @@ def test_a_cast_in_another_spelling() -> None:
 def test_a_decision_without_a_reason() -> None:
     gm = small(until="insert_casts")
     ir.amend(find(gm, "add"), reason="")
-    broken(gm, "assigned", "node 'add'", "no reason")
+    broken(gm, facts.ASSIGNED, "node 'add'", "no reason")
 
 
 def test_a_level_that_is_not_honoured() -> None:
     gm = small(until="insert_casts")
     ir.amend(find(gm, "exp"), precision=BF16)
-    broken(gm, "assigned", "node 'exp'", "the level's table says torch.float32")
+    broken(gm, facts.ASSIGNED, "node 'exp'", "the level's table says torch.float32")
 
 
 def test_a_cast_of_an_argument_that_is_written() -> None:
     gm = prepared(pre_dispatch(lambda x, w: F.linear(x, w).addcmul_(x, x), X, W), CTX, until="insert_casts")
     node = find(gm, "addcmul_")
     ir.amend(node, keep_args=())
-    broken(gm, "assigned", "node 'addcmul_'", "the write would be lost")
+    broken(gm, facts.ASSIGNED, "node 'addcmul_'", "the write would be lost")
 
 
 def test_a_written_argument_traced_back_to_another_dtype() -> None:
@@ -135,7 +131,7 @@ def test_a_written_argument_traced_back_to_another_dtype() -> None:
     gm = prepared(pre_dispatch(lambda x, w: F.linear(x, w).addcmul_(x, x), X, W), CTX, until="insert_casts")
     node = find(gm, "addcmul_")
     ir.amend(node, mode=Mode.TRACED, keep_args=())
-    broken(gm, "assigned", "node 'addcmul_'", "the write would be lost")
+    broken(gm, facts.ASSIGNED, "node 'addcmul_'", "the write would be lost")
 
 
 def test_comparisons_of_low_values_are_no_violation() -> None:
@@ -151,13 +147,13 @@ def test_a_missing_cast() -> None:
     (matmul,) = ops(gm, "matmul")
     source = ir.cast_source(matmul.args[0])
     matmul.args = (source, matmul.args[1])
-    broken(gm, "cast", "node 'matmul'", "runs in torch.bfloat16", f"({source.name}) is torch.float32")
+    broken(gm, facts.CAST, "node 'matmul'", "runs in torch.bfloat16", f"({source.name}) is torch.float32")
 
 
 def test_a_value_that_contradicts_its_decision() -> None:
     gm = small()
     find(gm, "exp").meta["val"] = ir.retype(ir.tensor_of(find(gm, "exp")), F16)
-    broken(gm, "cast", "node 'exp'", "decided to give torch.float32, its value says torch.float16")
+    broken(gm, facts.CAST, "node 'exp'", "decided to give torch.float32, its value says torch.float16")
 
 
 def test_a_meta_that_lies_is_caught_by_running_again() -> None:
@@ -166,8 +162,8 @@ def test_a_meta_that_lies_is_caught_by_running_again() -> None:
     node = find(gm, "add")
     node.meta["val"] = ir.retype(ir.tensor_of(node), F16)
     ir.decide(node, dataclasses.replace(ir.decision(node), mode=Mode.NATIVE, precision=F16, out=(F16,)))
-    verify(gm, ("cast",), CTX, "my_pass", deep=False)
-    message = broken(gm, "cast", "node 'add'", "gives torch.float32, its meta says torch.float16", deep=True)
+    verify(gm, (facts.CAST,), CTX, "my_pass", deep=False)
+    message = broken(gm, facts.CAST, "node 'add'", "gives torch.float32, its meta says torch.float16", deep=True)
     assert "in forward: return y.exp() + 1" in message
 
 
@@ -175,10 +171,10 @@ def test_a_lying_meta_after_folding() -> None:
     gm = functional(lambda x: x.to(BF16) + 1, X)
     node = find(gm, "add")
     node.meta["val"] = ir.retype(ir.tensor_of(node), F32)
-    verify(gm, ("folded",), CTX, "fold_casts", deep=False)
+    verify(gm, (facts.FOLDED,), CTX, "fold_casts", deep=False)
     broken(
         gm,
-        "folded",
+        facts.FOLDED,
         "node 'add'",
         "gives torch.bfloat16, its meta says torch.float32",
         after="fold_casts",
@@ -191,12 +187,12 @@ def test_a_lying_meta_after_folding() -> None:
 
 def test_a_repeated_cast_is_left() -> None:
     gm = functional(lambda x: (x.to(BF16) + 1, x.to(BF16) * 2), X)
-    broken(gm, "folded", "node '_to_copy_1'", "repeats the cast '_to_copy'", after="fold_casts")
+    broken(gm, facts.FOLDED, "node '_to_copy_1'", "repeats the cast '_to_copy'", after="fold_casts")
 
 
 def test_a_redundant_chain_is_left() -> None:
     gm = functional(lambda x: x.float().to(BF16) + 1, X.to(BF16))
-    broken(gm, "folded", "node '_to_copy_1'", "which is itself a lossless cast", after="fold_casts")
+    broken(gm, facts.FOLDED, "node '_to_copy_1'", "which is itself a lossless cast", after="fold_casts")
 
 
 def test_casts_around_a_write_are_no_repetition() -> None:
@@ -205,7 +201,7 @@ def test_casts_around_a_write_are_no_repetition() -> None:
         aten.copy_(x, x + 1)
         return before, x.to(BF16) * 1
 
-    verify(functional(fn, X), ("folded",), CTX, "fold_casts")
+    verify(functional(fn, X), (facts.FOLDED,), CTX, "fold_casts")
 
 
 # --------------------------------------------------------------------------------------------- subgraphs
@@ -226,14 +222,14 @@ def test_a_missing_decision_inside_cond() -> None:
     gm = branching(until="insert_casts")
     inner = body(gm, "linear")
     del ops(inner, "linear")[0].meta[ir.META]
-    broken(gm, "assigned", "graph true_graph_0", "node 'linear'", "has no precision")
+    broken(gm, facts.ASSIGNED, "graph true_graph_0", "node 'linear'", "has no precision")
 
 
 def test_a_missing_cast_inside_cond() -> None:
     gm = branching()
     (linear,) = ops(body(gm, "linear"), "linear")
     linear.args = (ir.cast_source(linear.args[0]), linear.args[1])
-    broken(gm, "cast", "graph true_graph_0", "runs in torch.bfloat16")
+    broken(gm, facts.CAST, "graph true_graph_0", "runs in torch.bfloat16")
 
 
 def test_a_redundant_cast_inside_cond() -> None:
@@ -242,7 +238,7 @@ def test_a_redundant_cast_inside_cond() -> None:
         lambda p, x: torch.cond(p, lambda x: (x.float().to(BF16) + 1,), lambda x: (x * 2,), (x,))[0],
         torch.tensor(True), x,
     )  # fmt: skip
-    broken(gm, "folded", "graph true_graph_0", "lossless")
+    broken(gm, facts.FOLDED, "graph true_graph_0", "lossless")
 
 
 def test_a_meta_that_lies_inside_cond() -> None:
@@ -250,7 +246,7 @@ def test_a_meta_that_lies_inside_cond() -> None:
     (exp,) = ops(body(gm, "exp"), "exp")
     exp.meta["val"] = ir.retype(ir.tensor_of(exp), F16)
     ir.decide(exp, dataclasses.replace(ir.decision(exp), mode=Mode.NATIVE, precision=F16, out=(F16,)))
-    broken(gm, "cast", "node 'cond'", "its body 'false_graph_0' gives [torch.float16]")  # it is what the body returns
+    broken(gm, facts.CAST, "node 'cond'", "its body 'false_graph_0' gives [torch.float16]")  # which it returns
 
 
 def checkpointed() -> fx.GraphModule:
@@ -273,15 +269,15 @@ def checkpointed() -> fx.GraphModule:
 def test_a_broken_body_of_a_checkpoint() -> None:
     gm = prepared(checkpointed(), CTX, until="insert_casts")
     del find(gm.wrapped, "exp").meta[ir.META]
-    broken(gm, "assigned", "graph wrapped", "node 'exp'", "has no precision")
+    broken(gm, facts.ASSIGNED, "graph wrapped", "node 'exp'", "has no precision")
     gm = prepared(checkpointed(), CTX, until="")
     (linear,) = ops(gm.wrapped, "linear")
     linear.args = (ir.cast_source(linear.args[0]), linear.args[1])
-    broken(gm, "cast", "graph wrapped", "node 'linear'", "runs in torch.bfloat16")
+    broken(gm, facts.CAST, "graph wrapped", "node 'linear'", "runs in torch.bfloat16")
 
 
 def test_nothing_of_this_is_a_false_alarm() -> None:
     gm = small(until="insert_casts")
     insert_casts.PASS.run(gm, CTX)
-    verify(gm, ("assigned", "cast"), CTX, "insert_casts", deep=True)
+    verify(gm, (facts.ASSIGNED, facts.CAST), CTX, "insert_casts", deep=True)
     assert len(casts(gm)) == 3

@@ -10,8 +10,8 @@ from torch import nn
 
 from amp_compiler import Policy, amp_compile, compile_train_step, convert_model
 from amp_compiler.inspection import inspect_model
-from amp_compiler.kernels import build, cpu
-from amp_compiler.passes import fuse_cast_matmul, lower_kernels
+from amp_compiler.kernels import build, cpu, lowering
+from amp_compiler.passes import fuse_cast_matmul
 
 X = torch.ones(2, 4)
 
@@ -32,7 +32,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return cpu.runs_wide(dtype)
 
     monkeypatch.setattr(build, "prepare", prepare)
-    for module in (fuse_cast_matmul, lower_kernels):
+    for module in (fuse_cast_matmul, lowering):
         monkeypatch.setattr(module, "runs_wide", runs_wide)
     return seen
 

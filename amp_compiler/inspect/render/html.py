@@ -14,7 +14,7 @@ from importlib import resources
 from typing import Any
 
 from ...ir.view import NodeView
-from ...rewrite.pipeline import Record
+from ...rewrite.records import Record
 from ..data import ReportData
 from .pieces import merge_pieces
 from .words import CAST, COLOURS

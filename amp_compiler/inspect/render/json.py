@@ -12,7 +12,7 @@ from importlib import resources
 from typing import Any
 
 from ...ir.view import GraphView, NodeView
-from ...rewrite.pipeline import Record
+from ...rewrite.records import Record
 from ..data import ReportData
 
 SCHEMA_VERSION = 1

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from ...ir.view import GraphView
-from ...rewrite.pipeline import Record
+from ...rewrite.records import Record
 
 
 def merge_pieces(stages: Sequence[Record]) -> list[Record]:

@@ -18,7 +18,7 @@ from amp_compiler.inspect.render import html
 from amp_compiler.inspect.report import Report
 from amp_compiler.inspection import Inspection
 from amp_compiler.ir.view import GraphView, NodeView
-from amp_compiler.rewrite.pipeline import Record
+from amp_compiler.rewrite.records import Record
 from chromium import Chromium, find_chromium
 from render_helpers import Small
 

@@ -1,0 +1,18 @@
+"""The situations in which passes apply. The callers of a pipeline say in ``Context`` what the situation is."""
+
+from __future__ import annotations
+
+from ..kernels import registry
+from .base import Condition
+
+#: Inductor does the same by itself, or plans memory by itself
+EAGER = Condition("the eager backend", lambda ctx: ctx.backend == "eager")
+#: with one batch per update there is nothing to gain, and copies would live longer
+ACCUMULATES = Condition("several micro-batches per update", lambda ctx: ctx.accumulates)
+SCALES_LOSS = Condition("a loss scale", lambda ctx: ctx.scales_loss)
+#: torch's partitioner, which decides what is computed twice, takes functional graphs only
+RECOMPUTES_NOTHING = Condition("a step without activation checkpointing", lambda ctx: not ctx.recomputes)
+STORES_LOW = Condition("cast_params", lambda ctx: ctx.weights is None or ctx.weights.store_low)
+CACHES_WEIGHTS = Condition("cache_weights", lambda ctx: ctx.caches_weights)
+#: the compiled kernels pack low weights as fast as fp32 ones: copies would only cost memory
+KERNELS_IN_PYTHON = Condition("kernels that are not compiled", lambda ctx: not registry.loaded())

@@ -1,0 +1,40 @@
+"""The facts that passes require and ensure, each with its check; ``passes/README.md`` lists them."""
+
+from __future__ import annotations
+
+from ..base import Fact
+from . import conversion, forward, functional, training
+from .conversion import FROZEN
+from .forward import ASSIGNED, CAPTURED, CAST, NORMALIZED, ORIGIN
+from .functional import BATCHED, FOLDED, FUNCTIONAL, FUSED, LOWERED, PAST_AUTOGRAD, VIEWED
+from .training import ACCUMULATED, HOISTED, IN_PLACE, SCALED, STEP
+
+#: name -> fact, of all that are defined here
+ALL: dict[str, Fact] = {
+    value.name: value
+    for family in (forward, conversion, functional, training)
+    for value in vars(family).values()
+    if isinstance(value, Fact)
+}
+
+__all__ = [
+    "ACCUMULATED",
+    "ALL",
+    "ASSIGNED",
+    "BATCHED",
+    "CAPTURED",
+    "CAST",
+    "FOLDED",
+    "FROZEN",
+    "FUNCTIONAL",
+    "FUSED",
+    "HOISTED",
+    "IN_PLACE",
+    "LOWERED",
+    "NORMALIZED",
+    "ORIGIN",
+    "PAST_AUTOGRAD",
+    "SCALED",
+    "STEP",
+    "VIEWED",
+]

@@ -1,0 +1,183 @@
+"""Facts about a graph in functional ATen, and those that either dialect can have."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import fx
+
+from ... import ir
+from ...kernels.cpu import runs_wide
+from ...kernels.lowering import BY_OP
+from ..base import Context, Dialect, Fact, Place
+from .forward import only_aten
+
+aten = torch.ops.aten
+PRODUCTS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1}  # op -> place of the left operand
+COMPOSITE = {aten.linear.default, aten.matmul.default, aten.layer_norm.default, aten.batch_norm.default,
+             aten.conv1d.default, aten.conv2d.default, aten.softmax.int}  # fmt: skip
+VIEWS = {aten.view.default, aten._unsafe_view.default, aten.expand.default}
+#: what ``batch_casts`` takes: vectors of at most so many elements, and no fewer casts of them than this, below which
+#: cat and split cost more than they save
+LARGEST, FEWEST = 1 << 14, 3
+
+
+def _functional(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
+    """Only ATen, and the only writes are those that give inputs their new values at the end."""
+    only_aten(gm, ctx, place)
+    for node in gm.graph.nodes:
+        for name, arg in ir.tensor_args(node):
+            if name in ir.mutated_args(node) and arg.op == "call_function" and ir.op_name(node) != "copy_":
+                place.fail("writes in place in a graph that should be functional.", node)
+
+
+def _past_autograd(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
+    """A conversion's graph is never differentiated; any other that will be has casts that record themselves."""
+    for node in gm.graph.nodes if ctx.weights is None else ():
+        if node.target is aten.to.dtype:
+            place.fail("is a cast that autograd has not seen yet: moving it could change a gradient.", node)
+
+
+def _decomposed(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
+    """No op of the kinds that every network has and that AOTAutograd always takes apart."""
+    for node in gm.graph.nodes if ctx.weights is None else ():
+        if node.target in COMPOSITE:
+            place.fail("is made of other ops, which autograd would have recorded.", node)
+
+
+def _folded(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
+    seen: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+    frozen = ir.written_nodes(gm.graph)
+    pinned = ir.output_nodes(gm.graph)
+    for node in gm.graph.nodes:
+        if not ir.is_cast(node):
+            continue
+        source = ir.cast_source(node)
+        if source in frozen or node in frozen or node in pinned:
+            continue
+        twin = seen.setdefault((source, ir.cast_dtype(node)), node)
+        if twin is not node:
+            place.fail(f"repeats the cast '{twin.name}'.", node)
+        if ir.is_cast(source) and source not in frozen:
+            origin = ir.tensor_of(ir.cast_source(source))
+            movable = ir.cast_source(source) not in frozen
+            if movable and origin is not None and ir.lossless(origin.dtype, ir.cast_dtype(source)):
+                place.fail(f"casts '{source.name}', which is itself a lossless cast.", node)
+
+
+def _viewed(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
+    """No transposition undoes another, unless the caller gets it: an input is not returned in its place."""
+    returned = ir.output_nodes(gm.graph)
+    for node in gm.graph.nodes:
+        inner = node.args[0] if node.target is torch.ops.aten.t.default else None
+        if isinstance(inner, fx.Node) and inner.target is node.target and not (
+            "recompute" in node.meta or node in returned
+        ):
+            place.fail(f"transposes {inner.name} back.", node)
+
+
+def _no_idle_view(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
+    """No view has the shape and the order in memory of what it reads, unless it makes a result of an input."""
+    returned, classes = ir.output_nodes(gm.graph), ir.alias_classes(gm.graph)
+    written = {classes[n] for n in ir.written_nodes(gm.graph)}
+    for node in gm.graph.nodes:
+        if node.target not in VIEWS or "recompute" in node.meta or classes[node] in written:
+            continue
+        seen, shown = ir.tensor_of(node.args[0]), ir.tensor_of(node)
+        if seen is None or shown is None or (node in returned and node.args[0].op == "placeholder"):
+            continue
+        one, other = ((*v.shape, *v.stride(), v.dtype) for v in (seen, shown))
+        if not any(isinstance(n, torch.SymInt) for n in (*one, *other)) and one == other:
+            place.fail(f"shows {node.args[0].name} unchanged.", node)
+
+
+def _fused(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
+    """No product is left that ``amp::cast_matmul`` would compute, as far as one look at it can tell."""
+    for node in gm.graph.nodes if ctx.policy.autocast_device is None else ():
+        value = ir.tensor_of(node) if node.target in PRODUCTS and not node.kwargs else None
+        if value is None or value.dtype not in ir.LOW_DTYPES or not _takes_bias(node):
+            continue
+        if value.device.type == "cpu" and runs_wide(value.dtype):
+            place.fail("is a low product that this CPU computes in fp32.", node)
+        if value.device.type == "cuda" and ctx.backend == "eager":
+            left = PRODUCTS[node.target]
+            for operand in node.args[left : left + 2]:
+                if ir.is_float_cast(operand) and len(operand.users) == 1 and _of_input(operand):
+                    place.fail(f"reads '{operand.name}', a rounding that it could do itself.", node)
+
+
+def _takes_bias(node: fx.Node) -> bool:
+    """What is added, if anything is, must be one number per column."""
+    bias = node.args[0] if node.target is aten.addmm.default else None
+    value = ir.tensor_of(bias) if isinstance(bias, fx.Node) else None
+    return node.target is not aten.addmm.default or (value is not None and value.dim() == 1)
+
+
+def _of_input(cast: fx.Node) -> bool:
+    value = ir.tensor_of(ir.cast_source(cast))
+    return ir.cast_source(cast).op == "placeholder" and value is not None and value.dtype is torch.float32
+
+
+def _lowered(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
+    """No op is left for which the table of kernels has one that should run here."""
+    for node in gm.graph.nodes if ctx.policy.autocast_device is None else ():
+        lowering = BY_OP.get(node.target)
+        if lowering is None or lowering.kernel is node.target:
+            continue
+        why = lowering.why([v for _, a in ir.tensor_args(node) if (v := ir.tensor_of(a)) is not None])
+        if why:
+            place.fail(f"should run by a kernel of ours, {why}.", node)
+
+
+def _batched(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
+    """No casts of short vectors are left that one cast could do."""
+    frozen = ir.written_nodes(gm.graph) | ir.output_nodes(gm.graph)
+    alike: Counter[tuple[torch.dtype, torch.dtype, torch.device]] = Counter()
+    for node in gm.graph.nodes:
+        if not ir.is_float_cast(node) or "recompute" in node.meta or "ac_graph_id" in node.meta:
+            continue
+        source = ir.cast_source(node)
+        value = ir.tensor_of(source)
+        if source.op != "placeholder" or str(source.target).startswith("tangents") or {node, source} & frozen:
+            continue
+        if value is None or value.dim() != 1 or not isinstance(value.shape[0], int) or not value.is_contiguous():
+            continue
+        if 0 < value.shape[0] <= LARGEST:
+            kind = value.dtype, ir.cast_dtype(node), value.device
+            alike[kind] += 1
+            if alike[kind] == FEWEST:
+                place.fail(f"is one of {FEWEST} casts or more that one cast could do.", node)
+
+
+FUNCTIONAL = Fact(
+    "functional", Dialect.FUNCTIONAL,
+    "Only ATen calls, and the only writes are those that give inputs their new values at the end.", check=_functional,
+)  # fmt: skip
+PAST_AUTOGRAD = Fact(
+    "past_autograd", None,
+    "Nothing will be differentiated any more: gradients are nodes of the graph, or it is for inference only.",
+    check=_past_autograd, deep=_decomposed,
+)  # fmt: skip
+FOLDED = Fact(
+    "folded", None, "No cast repeats another, none follows a lossless one.", check=_folded, made_by="fold_casts"
+)
+VIEWED = Fact(
+    "viewed", Dialect.FUNCTIONAL, "No transposition undoes another, no view shows what it reads unchanged.",
+    check=_viewed, deep=_no_idle_view, made_by="fold_views",
+)  # fmt: skip
+FUSED = Fact(
+    "fused", Dialect.FUNCTIONAL,
+    "No product of low operands is left on a CPU that computes it in fp32; with the eager backend none on a GPU is "
+    "the only reader of a rounded input.",
+    check=_fused, made_by="fuse_cast_matmul", inside=False,
+)  # fmt: skip
+LOWERED = Fact(
+    "lowered", Dialect.FUNCTIONAL,
+    "No low convolution, `baddbmm` or backward of attention is left on a CPU that computes it in fp32.",
+    check=_lowered, made_by="lower_kernels", inside=False,
+)  # fmt: skip
+BATCHED = Fact(
+    "batched", Dialect.FUNCTIONAL, f"Fewer than {FEWEST} casts of short one-dimensional inputs are alike.",
+    check=_batched, made_by="batch_casts", inside=False,
+)  # fmt: skip
