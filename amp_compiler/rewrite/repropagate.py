@@ -11,7 +11,6 @@ from torch.utils import _pytree as pytree
 from .. import ir
 from .base import Place
 
-
 #: what switches a mode of torch's, for the ops that follow: the dtypes in the graph are those without autocast
 _MODES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast")
 
