@@ -36,6 +36,7 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
 
 def _insert(gm: fx.GraphModule, keep_outputs: bool) -> bool:
     graph = gm.graph
+    gm.meta[ir.SETTLED] = True
     modified = _arguments(graph)
     modified |= _drop_empty_casts(graph)
     parameters: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}

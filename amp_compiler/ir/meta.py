@@ -29,6 +29,7 @@ RESTORED = "amp_restored"  # gm.meta key: the Roles of outputs that a skipped up
 WEIGHTS = "amp_weights"  # gm.meta key: the graph that makes the low copies of weights, once an update
 PATH = "amp_path"  # node.meta key on an input that is a parameter or buffer: its path in the model
 ORIGIN = "amp_origin"  # node.meta key of the Origin (see passes/mark_dtype_origin.py)
+SETTLED = "amp_settled"  # gm.meta key: every value is what its op gives, inside of autocast regions too
 WIDE = "amp_wide"  # node.meta key on an input that counts as wide: what made it so (see wide.py)
 
 

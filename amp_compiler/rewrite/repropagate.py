@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import fx
 
 from .. import ir
 from ..common.torch_names import pytree
+from ..ir.regions import Region
 from .base import Place
 
 #: what switches a mode of torch's, for the ops that follow: the dtypes in the graph are those without autocast
@@ -17,15 +19,34 @@ _MODES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast")
 
 def repropagate(gm: fx.GraphModule, after: str) -> None:
     """Run every op on fakes and compare dtypes with the meta, graph by graph."""
+    regions = set(_in_regions(gm))
     for name, inner in ir.all_graphs(gm):
-        _Again(inner, Place(after, name)).check()
+        _Again(inner, Place(after, name), regions).check()
+
+
+def _in_regions(gm: fx.GraphModule, inside: bool = False) -> Iterator[fx.Node]:
+    """The nodes of autocast regions, of the graphs inside them too, until ``insert_casts`` has run. Before, their
+    values may be those of autocast, as torch.export traces them, or those without it, as Dynamo does."""
+    if gm.meta.get(ir.SETTLED):
+        return
+    depth = int(inside)
+    for node in gm.graph.nodes:
+        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        depth += (name == "_enter_autocast") - (name == "_exit_autocast")
+        region = node.meta.get(ir.REGION)
+        marked = isinstance(region, Region) and region.kind == "autocast"
+        if depth > 0 or marked:
+            yield node
+        if ir.is_higher_order(node):
+            for _, body in ir.subgraphs(gm, node):
+                yield from _in_regions(body, depth > 0 or marked)
 
 
 class _Again(fx.Interpreter):
-    def __init__(self, gm: fx.GraphModule, place: Place) -> None:
+    def __init__(self, gm: fx.GraphModule, place: Place, regions: Collection[fx.Node]) -> None:
         super().__init__(gm)
         self.nodes = gm.graph.nodes
-        self.place = place
+        self.place, self.regions = place, regions
 
     def check(self) -> None:
         nodes = list(self.nodes)
@@ -44,6 +65,8 @@ class _Again(fx.Interpreter):
             return value if isinstance(value, torch.Tensor) else super().run_node(n)
         if n.op == "call_function" and getattr(n.target, "__name__", "") in _MODES:
             return None
+        if n.op == "call_function" and n in self.regions:
+            return n.meta.get("val")
         if ir.is_higher_order(n):
             return n.meta.get("val")  # its bodies are graphs of their own
         if n.op == "call_function" and ir.op_name(n) in ("item", "_local_scalar_dense"):
