@@ -55,6 +55,7 @@ def find_row(name: str) -> Row | None:
 def canonical(op: OpLike) -> str:
     """The name under which lists and policies keep an op.
 
+    >>> import torch
     >>> canonical("aten.linear"), canonical(torch.nn.functional.linear), canonical(torch.ops.aten.linear)
     ('linear', 'linear', 'linear')
     """
