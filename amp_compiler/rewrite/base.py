@@ -14,7 +14,7 @@ from amp_compiler.policy import Policy
 
 
 class Dialect(enum.Enum):
-    """The two kinds of FX graph that passes take (docs/design.md#two-dialects)."""
+    """The two kinds of FX graph that passes take."""
 
     PRE_DISPATCH = "pre-dispatch ATen"
     FUNCTIONAL = "functional ATen"
