@@ -88,9 +88,10 @@ types: $(READY)
 	@cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache \
 		$(ARGS) | sed -E 's#^amp_compiler/(passes|kernels)/#\1/#'
 
-# Strict: a broken link or anchor, or a docstring that names a parameter which does not exist, is an error.
+# Strict: a broken link or anchor, or a docstring that names a parameter which does not exist, is an error. Not --quiet:
+# then no warning is counted, and nothing is an error.
 docs: $(READY)
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir build/site $(ARGS)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/site $(ARGS)
 	@echo "build/site/index.html (to search it: $(BIN)/python -m http.server --directory build/site)"
 
 bench: $(READY)

@@ -93,6 +93,27 @@ def test_the_site_builds_and_has_every_public_name(tmp_path: Path) -> None:
     assert outside == set(), "the site loads nothing from elsewhere"
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[a](other.md#nowhere)", "does not contain an anchor '#nowhere'"),
+        ("[a](none.md)", "'none.md'"),
+        ("::: amp_compiler.no_such_name", "amp_compiler.no_such_name"),
+    ],
+)
+def test_the_build_is_strict(text: str, told: str, tmp_path: Path) -> None:
+    """With the same settings, on a small site."""
+    pytest.importorskip("mkdocs")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/index.md").write_text(text)
+    (tmp_path / "docs/other.md").write_text("# Other")
+    settings = f"INHERIT: {ROOT / 'mkdocs.yml'}\ndocs_dir: docs\nhooks: []\nnav: [index.md, other.md]\n"
+    (tmp_path / "mkdocs.yml").write_text(settings)
+    ran = build(tmp_path / "mkdocs.yml", tmp_path / "site")
+    assert ran.returncode == 1
+    assert told in ran.stderr
+
+
 @pytest.fixture(scope="module")
 def hook() -> ModuleType:
     pytest.importorskip("mkdocs")

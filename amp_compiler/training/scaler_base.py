@@ -247,7 +247,7 @@ class LossScaler(TorchScaler):
         return self._advice(count) if count >= STUCK_AFTER else ""
 
     def newly_stuck(self, *, waited: bool = True) -> int:
-        """How many updates in a row were skipped, if they are many (10) and this was not told yet; else 0.
+        """Return how many updates in a row were skipped, if they are many (10) and no warning was given yet; else 0.
 
         ``waited``: the host has just waited for the device anyway. If not, it looks only where that costs nothing.
         """
@@ -266,11 +266,11 @@ class LossScaler(TorchScaler):
         return 1.0
 
     def get_backoff_factor(self) -> float:
-        """What the scale is multiplied by when gradients overflowed."""
+        """What the scale is multiplied by after an overflow."""
         return 1.0
 
     def get_growth_interval(self) -> int:
-        """How many finite updates in a row make the scale grow."""
+        """The number of finite updates in a row after which the scale grows."""
         return 1
 
     def set_growth_factor(self, new_factor: float) -> None:
@@ -286,8 +286,10 @@ class LossScaler(TorchScaler):
         self.set_growth_factor(new_interval)
 
     def state_dict(self) -> dict[str, Any]:
-        """All state as plain numbers, which ``torch.amp.GradScaler`` can load too; empty if disabled. Waits for the
-        device."""
+        """Return the whole state as plain numbers, which ``torch.amp.GradScaler`` can load too. Empty if disabled.
+
+        Waits for the device.
+        """
         if not self._enabled:
             return {}
         self._look(3)

@@ -99,6 +99,7 @@ class DynamicLossScaler(LossScaler):
         super().__init__(self._checked(init_scale, "init_scale"), device, enabled)
 
     def get_growth_factor(self) -> float:
+        """What the scale is multiplied by when it grows."""
         return self._growth_factor
 
     def set_growth_factor(self, new_factor: float) -> None:
@@ -106,6 +107,7 @@ class DynamicLossScaler(LossScaler):
         self._growth_factor = checks.growth(new_factor, "set_growth_factor")
 
     def get_backoff_factor(self) -> float:
+        """What the scale is multiplied by after an overflow."""
         return self._backoff_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
@@ -113,6 +115,7 @@ class DynamicLossScaler(LossScaler):
         self._backoff_factor = checks.backoff(new_factor, "set_backoff_factor")
 
     def get_growth_interval(self) -> int:
+        """The number of finite updates in a row after which the scale grows."""
         return self._growth_interval
 
     def set_growth_interval(self, new_interval: int) -> None:
@@ -124,6 +127,7 @@ class DynamicLossScaler(LossScaler):
             self._numbers.tensors["finite"].clamp_(max=new_interval - 1)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the whole state as plain numbers, which ``torch.amp.GradScaler`` can load too. Empty if disabled."""
         state = super().state_dict()
         return state and {
             **state,
