@@ -31,7 +31,7 @@ SCRIPTS := steps casts growth kernels convert dump gpu frameworks
 AVX2 := AMP_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help demo test test-zoo test-avx2 test-torch lint types bench bench-quick bench-compiled bench-full $(SCRIPTS:%=bench-%) bench-publish pictures clean
+.PHONY: help demo test test-zoo test-avx2 test-torch lint types docs bench bench-quick bench-compiled bench-full $(SCRIPTS:%=bench-%) bench-publish pictures clean
 
 help:
 	@echo "make demo            train a small network at every level and compare"
@@ -41,19 +41,20 @@ help:
 	@echo "make test-torch TORCH=2.15.0 [PYTHON=python3.13]  types and all tests with another torch (gigabytes to download)"
 	@echo "make lint            ruff"
 	@echo "make types           mypy, strict, over the package as it is installed"
-	@echo "make bench           all benchmarks, the peers beside us in one run: 15 minutes on 2 cores"
+	@echo "make docs            the documentation as a site, in build/site (open index.html)"
+	@echo "make bench           all benchmarks, with the baselines in the same run: 15 minutes on 2 cores"
 	@echo "make bench-quick     a part of them: 3 minutes"
 	@echo "make bench-compiled  training steps with Inductor, every subject in both dtypes: 15 minutes"
 	@echo "make bench-full      everything, for hours"
 	@echo "make bench-NAME      one script: $(SCRIPTS)"
-	@echo "make bench-publish   write the results into README.md, docs/bench/ and benchmarks/published/"
-	@echo "make pictures        the pictures of the README (needs Chromium)"
+	@echo "make bench-publish   write the results into docs/benchmarks.md, README.md and benchmarks/published/"
+	@echo "make pictures        the pictures of the documentation (needs Chromium)"
 	@echo "make clean           remove .venv and everything built"
 
 demo: $(READY)
 	@$(BIN)/python examples/digits.py $(ARGS)
 
-# Lint, then all tests with the types beside them. One thread a process: the test processes share the cores, and sums come
+# Lint, then all tests with the types beside them. One thread per process: the test processes share the cores, and sums come
 # out the same everywhere.
 test: $(READY)
 	@$(MAKE) --no-print-directory lint ARGS=
@@ -86,6 +87,12 @@ types: $(READY)
 	@$(BIN)/pip install -qq --no-deps --no-build-isolation --target build/types .
 	@cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache \
 		$(ARGS) | sed -E 's#^amp_compiler/(passes|kernels)/#\1/#'
+
+# Strict: a broken link or anchor, or a docstring that names a parameter which does not exist, is an error. Not --quiet:
+# then no warning is counted, and nothing is an error.
+docs: $(READY)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/site $(ARGS)
+	@echo "build/site/index.html (to search it: $(BIN)/python -m http.server --directory build/site)"
 
 bench: $(READY)
 	@$(BIN)/python benchmarks/run.py diagonal $(ARGS)
@@ -120,5 +127,5 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 	echo "Setting up $(VENV) with $$python (a minute or more the first time)"; \
 	[ -x $(BIN)/python ] || "$$python" -m venv $(VENV)
 	@$(BIN)/python -m pip install -qq --no-compile -c $(CONSTRAINTS) setuptools torch
-	@$(BIN)/python -m pip install -qq --no-compile -c $(CONSTRAINTS) --no-build-isolation -e ".[demo,dev]"
+	@$(BIN)/python -m pip install -qq --no-compile -c $(CONSTRAINTS) --no-build-isolation -e ".[demo,dev,docs]"
 	@touch $@

@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from .policy import Policy as Policy
     from .policy.scopes import precision as precision
     from .policy.scopes import set_precision as set_precision
+    from .training.compile import compile_train_step as compile_train_step
     from .training.finite import all_finite as all_finite
     from .training.results import StepResult as StepResult
     from .training.scalers import DynamicLossScaler as DynamicLossScaler
     from .training.scalers import StaticLossScaler as StaticLossScaler
     from .training.step import TrainStep as TrainStep
-    from .training.step import compile_train_step as compile_train_step
 
 check_release()
 
@@ -73,7 +73,7 @@ _PUBLIC = {
     "VerifyError": "common.errors",
     "all_finite": "training.finite",
     "amp_compile": "compile",
-    "compile_train_step": "training.step",
+    "compile_train_step": "training.compile",
     "convert_model": "conversion.convert",
     "count_casts": "inspect.profile",
     "load_converted": "conversion.loading",

@@ -45,19 +45,47 @@ def amp_compile(
     fullgraph: bool = False,
     disable_passes: Iterable[str] = (),
 ) -> Any:
-    """Compile a module or function to mixed precision; it is captured at its first call.
+    """Compile a module or a function to mixed precision.
 
-    ``level``: "O0", "O1", "auto", "O2" or "O3". ``dtype``: float16 or bfloat16 (default: fp16 on CUDA, bf16
-    elsewhere). ``policy``: a ``Policy`` instead of level and dtype. ``white_list`` / ``black_list``: ops to run
-    low / in fp32. ``exclude``: modules to leave in fp32, by path pattern or class. ``backend``: "eager",
-    "inductor" or "auto" (inductor on CUDA). ``disable_passes``: names of passes to leave out.
-    The model itself is never changed. Without a model it is a decorator. A part of the model that is amp_compile'd
-    already keeps its own policy; the other options are those given here.
+    The model is captured at the first call of the result. Its own parameters stay as they are and are cast in each
+    call, so optimizers and checkpoints work unchanged; the model itself is never modified. A part of the model that was
+    compiled before keeps its own policy, and the other options are those given here.
 
-    >>> fast = amp_compile(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), level="O1")
-    >>> _ = fast(torch.ones(1, 4))
-    >>> fast.report().by_precision["bfloat16"]
-    3
+    Args:
+        model: A module or a function. Without it, ``amp_compile(level=...)`` is a decorator.
+        level: How much runs in low precision: ``"O0"`` (nothing), ``"O1"``, ``"auto"``, ``"O2"`` or ``"O3"``
+            (everything that can).
+        dtype: The low-precision dtype, ``torch.float16`` or ``torch.bfloat16``. By default fp16 on CUDA and bf16
+            elsewhere.
+        policy: A ``Policy`` to use instead of ``level`` and ``dtype``.
+        white_list: Ops to run in low precision, by name (``"softmax"``) or function (``torch.softmax``).
+        black_list: Ops to run in fp32.
+        exclude: Modules to leave in fp32, by path pattern (``"encoder.layers.0.*"``) or class.
+        backend: What runs the graphs: ``"eager"``, ``"inductor"``, or ``"auto"``, which is Inductor on CUDA and eager
+            elsewhere.
+        keep_output_dtypes: Return outputs in the dtypes that the fp32 model gives them. If False, they stay as
+            computed.
+        dynamic: As for ``torch.compile``: True traces with dynamic sizes from the start, False never, None when sizes
+            change.
+        fullgraph: Raise a ``CaptureError`` if the model is not one graph.
+        disable_passes: Names of passes to leave out, to find out which of them matters. ``amp-compiler passes`` lists
+            them.
+
+    Returns:
+        An ``AmpModule``, or a decorator that makes one if ``model`` was left out.
+
+    Raises:
+        ArgumentError: If an argument is not valid; a name that is misspelled is suggested.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from amp_compiler import amp_compile
+        >>> fast = amp_compile(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), level="O1")
+        >>> fast(torch.ones(1, 4)).dtype
+        torch.float32
+        >>> fast.report().by_precision["bfloat16"]
+        3
     """
     for name, value, allowed in (("dynamic", dynamic, (True, False, None)), ("fullgraph", fullgraph, (True, False)),
                                  ("keep_output_dtypes", keep_output_dtypes, (True, False))):  # fmt: skip

@@ -38,18 +38,29 @@ _FIRST_CALLS = threading.RLock()
 
 
 class AmpModule(nn.Module):
-    """What ``amp_compile`` returns: behaves as the original module and runs in mixed precision.
+    """A compiled model, made by ``amp_compile``. It behaves as the original and runs in mixed precision.
 
-    Parameters, buffers and submodules are the original's own objects, so ``state_dict()`` has the original's
-    keys and any optimizer works. ``isinstance`` finds the original's class too, and ``inspect.signature(fast.forward)``
-    is the original's. ``enabled = False`` runs the original.
+    Parameters, buffers and submodules are the original's own objects, so ``state_dict()`` has the original's keys and
+    any optimizer works. ``isinstance`` recognizes the original's class, and ``inspect.signature(fast.forward)`` is the
+    original's. ``fast.enabled = False`` runs the original.
 
     An attribute that is set goes to the first of these that fits:
 
     1. names of ``nn.Module`` itself (``forward``, hooks, methods) stay on this object;
-    2. what the original has already is set there;
+    2. an attribute that the original has is set there;
     3. new parameters, modules and tensors go to the original, and so does every new public name;
     4. new private names (``_original_forward``), and methods bound to this object, stay on this object.
+
+    Examples:
+        >>> import torch
+        >>> from amp_compiler import amp_compile
+        >>> model = torch.nn.Linear(4, 2)
+        >>> fast = amp_compile(model)
+        >>> fast.weight is model.weight, isinstance(fast, torch.nn.Linear)
+        (True, True)
+        >>> fast.enabled = False
+        >>> torch.equal(fast(torch.ones(4)), model(torch.ones(4)))
+        True
     """
 
     _amp_compiled = True  # by this the rooms below know a compiled module: scopes.original_of, nesting
@@ -124,37 +135,41 @@ class AmpModule(nn.Module):
 
     @property
     def original(self) -> Any:
-        """The module or function that was compiled, untouched."""
+        """The module or function that was compiled; it is not modified."""
         return self._original
 
     @property
     def policy(self) -> Policy:
-        """The policy in force."""
+        """The ``Policy`` in force."""
         policy: Policy = self._options.policy
         return policy
 
     @property
     def graphs(self) -> list[fx.GraphModule]:
-        """The rewritten forward graphs, one for each piece and each re-compilation."""
+        """The rewritten forward graphs, one for each captured piece and each re-compilation."""
         return [piece.graph for piece in self._state.pieces]
 
     @property
     def history(self) -> list[Record]:
-        """Every stage of every graph: name, seconds, modified, text."""
+        """Every stage of every graph, as records with ``name``, ``seconds``, ``modified`` and ``text``."""
         return list(self._state.history)
 
     def report(self, graph: int | None = None, *, inputs: Any = None) -> Report:
-        """Every op with its precision and why, over all graphs captured so far (or one of them).
+        """Report every op of the graphs captured so far, with its precision and the reason for it.
 
-        With ``inputs`` (a tensor, a tuple of arguments or a dict of keyword arguments) the model is called once more,
-        and ``report().work`` tells which share of its products and convolutions ran "captured", which outside of the
-        graphs under "autocast", and which there in "float32", by FLOPs; a warning names the places of the last.
-        Buffers and random generators are afterwards as they were; what else the model's code does is done again.
+        Args:
+            graph: The index of one graph, to report that graph alone.
+            inputs: A tensor, a tuple of arguments or a dict of keyword arguments. If given, the model is called once
+                more, and ``report().work`` holds the shares of its products and convolutions, by FLOPs, that ran
+                ``"captured"``, outside of the graphs under ``"autocast"``, and outside of them in ``"float32"``. A
+                warning names the places of the last. Buffers and random generators are restored afterwards; other side
+                effects of the model's code happen again.
 
-        >>> from amp_compiler import amp_compile
-        >>> fast = amp_compile(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
-        >>> fast.report(inputs=torch.ones(1, 4)).work
-        {'captured': 1.0, 'autocast': 0.0, 'float32': 0.0}
+        Examples:
+            >>> from amp_compiler import amp_compile
+            >>> fast = amp_compile(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
+            >>> fast.report(inputs=torch.ones(1, 4)).work
+            {'captured': 1.0, 'autocast': 0.0, 'float32': 0.0}
         """
         state: State = self._state
         if inputs is not None:
@@ -166,7 +181,7 @@ class AmpModule(nn.Module):
 
     @property
     def training(self) -> bool:
-        """The original's mode."""
+        """True in training mode, as ``original.training``."""
         return bool(getattr(self._original, "training", False)) if self._ready else True
 
     @training.setter

@@ -1,7 +1,8 @@
-"""From the result files of a run into the repository: the README's tables, the plots, and the baseline of compare.py.
+"""Publish the result files of a run: the tables and plots of docs/benchmarks.md, the README's table, and the baseline
+of compare.py.
 
-Reads every result in DIR (`run.py` writes them), copies it to benchmarks/published/ with times rounded, its plot to
-docs/bench/, and writes the tables anew that stand in README.md and benchmarks/README.md between `<!-- bench: NAME -->`
+Reads every result in DIR (`run.py` writes them), copies it to benchmarks/published/ with times rounded, and its plot to
+docs/bench/. Then it rewrites the tables in README.md and docs/benchmarks.md, which stand between `<!-- bench: NAME -->`
 and `<!-- end bench -->`; `<!-- bench: plot NAME -->` is a picture. Each table ends with a line that says when, on what
 machine, from which commit and by which command it was made. A block for which DIR has nothing stays as it is, and is
 named at the end, as are files of an earlier run that this one did not renew.
@@ -21,11 +22,13 @@ from pathlib import Path
 from harness import ROOT, BadResult, Result
 from tables import RENDERERS, RUNS, CannotPublish, Published, provenance
 
+#: page -> the folder of the plots, as seen from it
+PAGES = {"README.md": "docs/bench", "docs/benchmarks.md": "bench"}
 BLOCK = re.compile(r"(<!-- bench: (?P<name>[^>]+?) -->\n)(?P<text>.*?)(<!-- end bench -->)", re.DOTALL)
 
 
 def rewrite(text: str, published: Published, folder: str, kept: list[str]) -> str:
-    """The text with every block written anew; `folder` is that of plots, as seen from the text.
+    """The text with every block rewritten; `folder` is where the plots are, as seen from the text.
 
     Blocks that the results have nothing for stay, and their names are added to `kept`.
     """
@@ -65,7 +68,7 @@ def smaller(result: Result) -> Result:
 
 
 def write(path: Path, result: Result) -> None:
-    """A line a row, so that a diff shows what changed."""
+    """One line per row, so that a diff shows what changed."""
     plain = asdict(result)
     rows = ",\n".join(json.dumps(row) for row in plain.pop("rows"))
     path.write_text(f'{json.dumps(plain)[:-1]}, "rows": [\n{rows}\n]}}\n')
@@ -82,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     root: Path = args.root
     plots, baseline = root / "docs" / "bench", root / "benchmarks" / "published"
-    pages = {root / "README.md": "docs/bench", root / "benchmarks" / "README.md": "../docs/bench"}
+    pages = {root / page: folder for page, folder in PAGES.items()}
     kept: list[str] = []
     try:
         published = Published.load(args.results)

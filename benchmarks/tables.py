@@ -1,4 +1,5 @@
-"""The README's tables, from the result files of a run: one function a table, all listed in `RENDERERS`."""
+"""The tables of docs/benchmarks.md and README.md, from the result files of a run: one function per table, all in
+`RENDERERS`."""
 
 from __future__ import annotations
 
@@ -102,7 +103,7 @@ def provenance(published: Published) -> str:
 
 
 def by_hand(result: Result) -> str:
-    """The command that made a result which is no plan's: its lists of sizes and names, and its rounds."""
+    """The command that made a result outside of any plan: its lists of sizes and names, and its rounds."""
     told = {name: value for name, value in result.arguments.items() if name == "rounds" or isinstance(value, list)}
     words = [f"--{name.replace('_', '-')} {' '.join(map(str, value)) if isinstance(value, list) else value}"
              for name, value in told.items()]  # fmt: skip
@@ -160,7 +161,7 @@ def _weight(comparison: Comparison) -> tuple[int, int]:
 def by_dtype(
     found: Sequence[Comparison], columns: Mapping[str, Callable[[Comparison], str]]
 ) -> str:
-    """A line a subject; every column once for each dtype that was measured."""
+    """One line per subject; every column once for each dtype that was measured."""
     dtypes = [dtype for dtype in DTYPES if any(one.dtype == dtype for one in found)]
     subjects = list(dict.fromkeys(one.subject for one in found))
     places = {(one.subject, one.dtype): one for one in found}
@@ -189,6 +190,37 @@ def steps(kind: str) -> Callable[[Published], str]:
         }) if found else ""  # fmt: skip
 
     return render
+
+
+#: what the README shows: subject, kind and dtype, the first words of its line
+HEADLINES = {
+    ("bert", "training", "bfloat16"): "training, BERT-like",
+    ("bert", "training", "float16"): "training, BERT-like",
+    ("resnet", "training", "bfloat16"): "training, small ResNet",
+    ("lstm", "training", "bfloat16"): "training, LSTM",
+    ("bert", "inference", "bfloat16"): "inference, BERT-like",
+    ("bert", "inference", "float16"): "inference, BERT-like",
+}
+
+
+def results(published: Published) -> str:
+    """The README's one table: time beside fp32, and what a training step writes and holds beside autocast."""
+    needed = ("fp32", "autocast", "O2")
+    found = {(one.subject, kind, one.dtype): one for kind in ("training", "inference")
+             for one in comparisons(published, kind, needed)}  # fmt: skip
+
+    def both(one: Comparison, name: str, shown: Callable[[float], str]) -> str:
+        counts = [one.rows[variant].counts.get(name) for variant in needed[1:]]
+        return NONE if None in counts else " → ".join(shown(count) for count in counts if count is not None)
+
+    lines = [
+        [f"{words}, {DTYPES[place[2]]}", found[place].cell("autocast", "fp32"), found[place].cell("O2", "fp32"),
+         both(found[place], "casts", str) if place[1] == "training" else NONE,
+         both(found[place], "peak_bytes", _size) if place[1] == "training" else NONE]
+        for place, words in HEADLINES.items() if place in found
+    ]  # fmt: skip
+    heads = ["", "autocast / fp32, time", "O2 / fp32, time", "casts, autocast → O2", "peak memory, autocast → O2"]
+    return table(heads, lines) if lines else ""
 
 
 def compiled(published: Published) -> str:
@@ -329,7 +361,7 @@ def kernels(published: Published) -> str:
     if gradients:
         found = [[case, *(divided(case, dtype, "foreach", "ours") for dtype in kinds)] for case in gradients]
         parts.append(table(["foreach / ours", *kinds], found))
-    parts += [f"Compiling the kernels, once a machine: {row.figures['seconds']:.0f} s."
+    parts += [f"Compiling the kernels, once per machine: {row.figures['seconds']:.0f} s."
               for (case, _, _), row in rows.items() if case == "compiling the kernels"]  # fmt: skip
     return "\n\n".join(parts)
 
@@ -439,4 +471,5 @@ RENDERERS: dict[str, Callable[[Published], str]] = {
     "dump": dump,
     "gpu": gpu,
     "frameworks": frameworks,
+    "results": results,
 }

@@ -1,4 +1,4 @@
-"""Measured figures in prose: which paragraphs of a README state one, and which claims they name."""
+"""Measured figures in prose: which paragraphs of a page state one, and which claims they name."""
 
 from __future__ import annotations
 

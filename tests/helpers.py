@@ -1,7 +1,7 @@
 """Small graphs without Dynamo, and the check that every pass test goes through.
 
 ``pre_dispatch`` and ``exported`` give graphs as the forward passes take them, ``functional`` and ``joint`` as
-``fold_casts`` takes them. ``check_pass`` runs one pass and checks all that a pass promises (STYLE).
+``fold_casts`` takes them. ``check_pass`` runs one pass and checks all that a pass promises.
 """
 
 from __future__ import annotations

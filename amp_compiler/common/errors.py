@@ -7,15 +7,25 @@ from __future__ import annotations
 
 
 class AmpError(Exception):
-    """Base of all errors that amp_compiler raises on purpose.
+    """Base class of all errors that the package raises on purpose.
 
-    ``pass_name``: the pass that failed, or after which a check did. ``node``: the name of the node. ``source``: the
-    line of the user's code. ``hint``: what to do; it is part of the text. Each is empty where it does not apply or is
-    not known. All of them survive copying and pickling.
+    The message says what is wrong, where, and what to do. The fields below say the same to a program; each is an empty
+    string where it does not apply or is not known. They survive copying and pickling.
 
-    >>> error = ArgumentError("Unknown pass 'fold_cast'.", hint="Did you mean 'fold_casts'?")
-    >>> str(error), error.hint, error.node
-    ("Unknown pass 'fold_cast'. Did you mean 'fold_casts'?", "Did you mean 'fold_casts'?", '')
+    Args:
+        message: The text of the error.
+        pass_name: The pass that failed, or the one after which a check failed.
+        node: The name of the graph node.
+        source: The line of the user's code that the node comes from.
+        hint: What to do about it. It is a part of the text too.
+
+    Examples:
+        >>> from amp_compiler import AmpError, amp_compile
+        >>> try:
+        ...     amp_compile(lambda x: x, disable_passes=["fold_cast"])
+        ... except AmpError as error:
+        ...     error.hint.partition(" Passes")[0]
+        "Did you mean 'fold_casts'?"
     """
 
     def __init__(
@@ -26,48 +36,166 @@ class AmpError(Exception):
 
 
 class ArgumentError(AmpError, ValueError):
-    """An argument of a public function is wrong: a level, a dtype, a backend, a pass name."""
+    """An argument of a public function is wrong: a level, a dtype, a backend, the name of a pass. Also a
+    ``ValueError``.
+
+    Examples:
+        >>> from amp_compiler import ArgumentError, amp_compile
+        >>> try:
+        ...     amp_compile(lambda x: x, level="O4")
+        ... except ArgumentError as error:
+        ...     print(error)
+        Unknown level 'O4': choose one of O0, O1, auto, O2, O3. Did you mean 'O3'?
+    """
 
 
 class UnknownOpError(ArgumentError):
-    """An op name in a list or a policy file names no op that torch has."""
+    """A list or a policy file names an op that torch does not have. The message suggests the nearest names.
+
+    Examples:
+        >>> from amp_compiler import Policy, UnknownOpError
+        >>> try:
+        ...     Policy("O2").with_ops(fp32=["sofmax"])
+        ... except UnknownOpError as error:
+        ...     print(str(error).partition("?")[0])
+        Unknown op 'sofmax'. Did you mean 'softmax' or '_softmax' or 'fmax'
+    """
 
 
 class PolicyError(ArgumentError):
-    """A policy contradicts itself, matches nothing, or its file cannot be read."""
+    """A policy contradicts itself, matches nothing in the model, or its file cannot be read.
+
+    Examples:
+        >>> from amp_compiler import Policy, PolicyError
+        >>> try:
+        ...     Policy("O2").with_ops(low=["add"], fp32=["add"])
+        ... except PolicyError as error:
+        ...     print(error)
+        'add' stands on two lists (low and fp32): take it off one of them.
+    """
 
 
 class CaptureError(AmpError, RuntimeError):
-    """A model could not be brought into a graph."""
+    """The model could not be brought into a graph, where one graph is needed: in ``convert_model``, or with
+    ``fullgraph=True``.
+
+    Examples:
+        >>> import torch
+        >>> from amp_compiler import CaptureError, convert_model
+        >>> scripted = torch.jit.script(torch.nn.ReLU())
+        >>> try:
+        ...     convert_model(scripted, (torch.ones(2),))
+        ... except CaptureError as error:
+        ...     print(error)
+        A TorchScript module cannot be exported: convert the Python model it was made of.
+    """
 
 
 class BannedOpError(AmpError, RuntimeError):
-    """An op that must not run in the asked precision; the message names the safe form."""
+    """The model uses an op that is unsafe in the precision that was asked for. The hint names the safe form.
+
+    Examples:
+        >>> import torch
+        >>> from amp_compiler import BannedOpError, amp_compile
+        >>> loss = amp_compile(torch.nn.functional.binary_cross_entropy, level="O3", dtype=torch.float16)
+        >>> try:
+        ...     loss(torch.full((2,), 0.5), torch.ones(2))
+        ... except BannedOpError as error:
+        ...     print(error.hint.partition(". ")[0])
+        binary_cross_entropy is unsafe in fp16: the log of a rounded probability is -inf
+    """
 
 
 class PipelineError(AmpError, RuntimeError):
-    """Passes in an order that cannot work, or a pass that failed on a graph."""
+    """A pass failed on a graph, or passes were put in an order that cannot work.
+
+    A compiled model does not raise this by default: the graph then runs in the precision it had, with a warning.
+    ``AMP_VERIFY=deep`` turns such a fallback into this error. Try again without the pass that it names, and report it.
+
+    Examples:
+        >>> from amp_compiler import PipelineError, amp_compile
+        >>> error = PipelineError("Pass 'fold_views' failed.", pass_name="fold_views")
+        >>> fast = amp_compile(lambda x: x + 1, disable_passes=[error.pass_name])
+    """
 
 
 class VerifyError(AmpError, RuntimeError):
-    """A graph broke a rule after a pass: names the pass, the node and the source line."""
+    """A graph broke a rule after a pass. This is a bug in the pass, not in the model.
+
+    The fields name the pass, the node and the line of the model's code. As with ``PipelineError``, a compiled model
+    falls back with a warning instead, unless ``AMP_VERIFY=deep`` is set.
+
+    Examples:
+        >>> from amp_compiler import VerifyError
+        >>> error = VerifyError("After fold_casts: a cast is left.", pass_name="fold_casts", node="to_1")
+        >>> error.pass_name, error.node
+        ('fold_casts', 'to_1')
+    """
 
 
 class ScalerError(AmpError, RuntimeError):
-    """A loss scaler's methods in an order that cannot work: unscale twice, step without a backward."""
+    """The methods of a loss scaler were called in an order that cannot work, such as ``unscale_`` twice.
+
+    Examples:
+        >>> import torch
+        >>> from amp_compiler import ScalerError, StaticLossScaler
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+        >>> try:
+        ...     StaticLossScaler(8.0).step(optimizer)
+        ... except ScalerError as error:
+        ...     print(str(error).partition(":")[0])
+        step() was called before scale()
+    """
 
 
 class CheckpointError(AmpError, RuntimeError):
-    """A checkpoint that is damaged or not of this model, optimizer or scaler; nothing was changed."""
+    """A checkpoint is damaged, or belongs to another model, optimizer or scaler. Nothing was changed by loading it.
+
+    Examples:
+        >>> import torch
+        >>> from amp_compiler import CheckpointError, compile_train_step
+        >>> model = torch.nn.Linear(2, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> step = compile_train_step(model, torch.nn.functional.mse_loss, optimizer)
+        >>> try:
+        ...     step.load_state_dict(model.state_dict())
+        ... except CheckpointError as error:
+        ...     print(str(error).partition(" (")[0])
+        This is no checkpoint of a training step
+    """
 
 
 class ArchiveError(AmpError, RuntimeError):
-    """A file of a converted model cannot be written or read: damaged, of something else, newer, or unsafe."""
+    """The file of a converted model cannot be written or read: it is damaged, something else, too new, or unsafe to
+    load.
+
+    Examples:
+        >>> from amp_compiler import ArchiveError, load_converted
+        >>> try:
+        ...     load_converted("no_such_file.pt2")
+        ... except ArchiveError as error:
+        ...     print(error)
+        The file no_such_file.pt2 cannot be read: No such file or directory.
+    """
 
 
 class DrawingError(AmpError, RuntimeError):
-    """A picture of a graph could not be made: a tool is missing or failed."""
+    """A picture of a graph could not be drawn, because Graphviz is missing or failed. Only ``dump --format svg`` needs
+    it.
+
+    Examples:
+        >>> from amp_compiler import AmpError, DrawingError
+        >>> issubclass(DrawingError, AmpError)
+        True
+    """
 
 
 class AmpWarning(UserWarning):
-    """Something works, but not as the user may think."""
+    """Something works, but not as the user may expect. A ``UserWarning``, so ``warnings.filterwarnings`` can select it.
+
+    Examples:
+        >>> import warnings
+        >>> from amp_compiler import AmpWarning
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error", AmpWarning)  # stop at the first
+    """

@@ -49,19 +49,42 @@ def convert_model(
     dynamic_shapes: Any = None,
     disable_passes: Iterable[str] = (),
 ) -> ConvertedModel:
-    """A trained fp32 model as a mixed-precision program for inference, to call, save or hand on.
+    """Convert a trained fp32 model into a mixed-precision program for inference, to call, save or pass on.
 
-    ``args`` and ``kwargs`` are example inputs; sizes that may change are declared by ``dynamic_shapes``, as for
-    ``torch.export.export``. With ``cast_params`` weights are stored in the precision in which they are used; without,
-    they stay fp32 and are cast in each call. ``keep_io_dtypes=False``: outputs come as they are computed, and float
-    inputs that are only used low are taken low. ``conditional_fp32_ops`` are (op, argument, values) that run in fp32.
-    Batch norm goes into the layer before it and dropout goes away; switch that off by ``disable_passes``.
+    Batch norm is folded into the layer before it, and dropout is removed; ``disable_passes`` switches that off. The
+    model is not modified and shares no memory with the result.
 
-    The model is left as it is, and shares no memory with the result.
+    Args:
+        model: The model. One in training mode is converted as in eval mode, with a warning.
+        args: Example inputs, as a tuple of positional arguments.
+        kwargs: Example inputs, as keyword arguments.
+        level: As for ``amp_compile``.
+        dtype: As for ``amp_compile``.
+        policy: As for ``amp_compile``.
+        white_list: As for ``amp_compile``.
+        black_list: As for ``amp_compile``.
+        conditional_fp32_ops: Triples ``(op, argument, values)``: run the op in fp32 where the argument has one of the
+            values.
+        exclude: As for ``amp_compile``.
+        cast_params: Store each weight in the precision in which it is used. If False, weights stay fp32 and are cast in
+            each call.
+        keep_io_dtypes: Keep the dtypes of inputs and outputs. If False, outputs have the dtypes in which they are
+            computed, and a float input that is only used in low precision is expected in low precision.
+        dynamic_shapes: The sizes that may change, as for ``torch.export.export``.
+        disable_passes: As for ``amp_compile``.
 
-    >>> converted = convert_model(torch.nn.Linear(4, 2).eval(), (torch.ones(3, 4),), dtype=torch.bfloat16)
-    >>> converted(torch.ones(3, 4)).dtype, converted.exported_program.state_dict["weight"].dtype
-    (torch.float32, torch.bfloat16)
+    Returns:
+        A ``ConvertedModel``.
+
+    Raises:
+        CaptureError: If ``torch.export`` cannot capture the model with these inputs.
+
+    Examples:
+        >>> import torch
+        >>> from amp_compiler import convert_model
+        >>> converted = convert_model(torch.nn.Linear(4, 2).eval(), (torch.ones(3, 4),), dtype=torch.bfloat16)
+        >>> converted(torch.ones(3, 4)).dtype, converted.exported_program.state_dict["weight"].dtype
+        (torch.float32, torch.bfloat16)
     """
     request = check_request(level, dtype, policy, white_list, black_list, exclude, "eager", disable_passes)
     model, args, kwargs = _check_inputs(model, args, kwargs)

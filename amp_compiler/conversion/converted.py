@@ -20,12 +20,24 @@ from .running import Running
 
 
 class ConvertedModel:
-    """A mixed-precision program for inference: call it as the model it was made of, with inputs of the same dtypes.
+    """A mixed-precision program for inference, made by ``convert_model`` and ``load_converted``.
 
-    ``exported_program`` is what ``save`` writes: pure ATen, weights included, outputs as plain tuples and dicts. A call
-    runs a copy of it in memory that may use kernels of this package where the CPU has no fp16 or bf16 units. Where
-    these are not compiled, fp32 copies of the stored low weights are kept for speed: ``cached_bytes`` says how many
-    bytes, and ``cache_weights = False`` does without, slower.
+    Call it as the model that it was made from, with inputs of the same dtypes; no gradient is recorded. The attribute
+    ``exported_program`` is what ``save`` writes: pure ATen, weights included, with outputs as plain tuples and dicts. A
+    call runs a copy of it in memory, which may use kernels of this package where the CPU has no fp16 or bf16 units.
+    Where these are not compiled, fp32 copies of the stored low-precision weights are kept for speed: ``cached_bytes``
+    is their size.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> from amp_compiler import convert_model, load_converted
+        >>> x = torch.ones(3, 4)
+        >>> converted = convert_model(torch.nn.Linear(4, 2).eval(), (x,), dtype=torch.bfloat16)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     converted.save(f"{folder}/model.pt2")
+        ...     again = load_converted(f"{folder}/model.pt2")
+        >>> torch.equal(again(x), converted(x))
+        True
     """
 
     def __init__(
@@ -55,12 +67,12 @@ class ConvertedModel:
 
     @property
     def policy(self) -> Policy:
-        """The policy that it was converted by."""
+        """The ``Policy`` that the model was converted with."""
         return self.details.policy
 
     @property
     def cache_weights(self) -> bool:
-        """Whether fp32 copies of low weights are kept in memory, where the CPU computes low products in fp32."""
+        """Whether to keep fp32 copies of weights, where the CPU computes in fp32. False saves memory and costs time."""
         return self._cache_weights
 
     @cache_weights.setter
@@ -70,24 +82,28 @@ class ConvertedModel:
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes of fp32 copies of weights that calls have made so far."""
+        """The size in bytes of the fp32 copies of weights that calls have made so far."""
         return self._running.cached_bytes if self._running is not None else 0
 
     def report(self) -> Report:
-        """Every op with its precision and why, totals, and what stayed fp32."""
+        """Report every op with its precision and reason, the totals, and what stayed in fp32."""
         return self.details.report
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a ``torch.export`` archive, whole or not at all, for ``torch.export.load`` and ``load_converted``."""
+        """Write a ``torch.export`` archive to ``path``, for ``load_converted`` and ``torch.export.load``. The file is
+        replaced as a whole or not at all.
+        """
         archive.write(path, self.exported_program, self.details, self.fp32_form)
 
     def to_onnx(self, path: str | os.PathLike[str]) -> None:
-        """Write an ONNX model with its low-precision weights; needs the packages ``onnx`` and ``onnxscript``."""
+        """Write an ONNX model with its low-precision weights to ``path``. Needs ``pip install amp-compiler[onnx]``."""
         onnx.write(path, self.exported_program)
 
     def remove_casts(self) -> Fp32Model:
-        """The model in fp32 again, without any cast of ours. Its weights are exact where they are stored in fp32
-        (``cast_params=False``); where only rounded values are stored, ``rounded`` names them and the values are those.
+        """Return the model in fp32 again, without any cast that the conversion added.
+
+        Weights that are stored in fp32 (``cast_params=False``) have their exact values. Of the others only the rounded
+        values are stored; the attribute ``rounded`` of the result names them.
         """
         program = self.fp32_form.with_values_of(self.exported_program, self.exported_program.call_spec.out_spec)
         return Fp32Model(program, self.details.rounded, self._out_spec)

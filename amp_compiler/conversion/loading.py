@@ -17,11 +17,30 @@ from .safety import Unsafe, check_members, check_program
 
 
 def load_converted(path: str | os.PathLike[str]) -> ConvertedModel:
-    """A model that ``ConvertedModel.save`` wrote, with its policy and report; kernels are chosen for this machine.
+    """Load a model that ``ConvertedModel.save`` wrote, with its policy and report. Kernels are chosen for this machine.
 
-    Nothing that is stored in the file is run as code: tensors are read as bytes, the graph may only name ops of torch
-    and of packages that you have imported, and an archive that would need unpickling is refused. ``torch.export.load``
-    reads the same file but unpickles what asks for it, so give it only files that you trust.
+    Nothing in the file is run as code: tensors are read as bytes, the graph may only name ops of torch and of packages
+    that you have imported, and an archive that would need unpickling is refused. ``torch.export.load`` reads the same
+    file but may unpickle parts of it, so use that only with files that you trust.
+
+    Args:
+        path: The file.
+
+    Returns:
+        A ``ConvertedModel``.
+
+    Raises:
+        ArchiveError: If the file cannot be read, is not a converted model, or is not safe to load.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> from amp_compiler import convert_model, load_converted
+        >>> converted = convert_model(torch.nn.ReLU().eval(), (torch.ones(2),))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     converted.save(f"{folder}/model.pt2")
+        ...     loaded = load_converted(f"{folder}/model.pt2")
+        >>> loaded(torch.tensor([-1.0, 2.0]))
+        tensor([0., 2.])
     """
     program, details, form = read(path)
     return ConvertedModel(program, details, form, [])

@@ -64,24 +64,33 @@ class CastCount:
 
 
 def count_casts(fn: Callable[[], object]) -> CastCount:
-    """Call ``fn`` once and count its casts: writes of float values to memory in another float dtype.
+    """Call a function once and count its casts: writes of float values to memory in another float dtype.
 
-    It does not matter which op writes. On CPU all of them end in ``aten::copy_`` with two dtypes, also
-    the one inside ``softmax(x, dtype=torch.float32)`` and the one that ``bf16 + fp32`` makes of its
-    narrow operand. On CUDA elementwise kernels convert in registers and write nothing extra; there
-    ``copy_`` and softmax's half-to-float form are counted.
+    It does not matter which op writes. On a CPU all of them end in ``aten::copy_`` with two dtypes, including the one
+    inside ``softmax(x, dtype=torch.float32)`` and the one that ``bf16 + fp32`` makes of its narrow operand. On CUDA,
+    elementwise kernels convert in registers and write nothing extra; there ``copy_`` and softmax's half-to-float form
+    are counted.
 
-    Not casts: copies that keep the dtype; conversions from or to integers, booleans and complex; empty
-    tensors; tensors on ``meta``; a Python number (a 0-dim fp64 tensor looks the same, so it is not
-    counted either).
+    These are not casts: copies that keep the dtype; conversions from or to integers, booleans and complex numbers;
+    empty tensors; tensors on ``meta``; a Python number (a 0-dim fp64 tensor looks the same, so it is not counted
+    either).
 
-    >>> import torch
-    >>> x = torch.ones(4, 3)
-    >>> count = count_casts(lambda: x.to(torch.bfloat16).float())
-    >>> count.number, count.bytes
-    (2, 72)
-    >>> dict(count_casts(lambda: x + x.to(torch.bfloat16)).by_op)
-    {'aten::to': 1, 'aten::add': 1}
+    Args:
+        fn: A function without arguments.
+
+    Returns:
+        A count with ``number``, ``bytes``, ``by_op`` (the outermost op around each cast, and its number of casts) and
+        ``inside``, the number and bytes of conversions to scratch memory inside this package's CPU kernels.
+
+    Examples:
+        >>> import torch
+        >>> from amp_compiler import count_casts
+        >>> x = torch.ones(4, 3)
+        >>> count = count_casts(lambda: x.to(torch.bfloat16).float())
+        >>> count.number, count.bytes
+        (2, 72)
+        >>> dict(count_casts(lambda: x + x.to(torch.bfloat16)).by_op)
+        {'aten::to': 1, 'aten::add': 1}
     """
     return _casts(_record(fn))
 

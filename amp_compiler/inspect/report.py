@@ -25,29 +25,49 @@ from .data import LOW, Kernel, ReportData, Row
 
 @dataclass(frozen=True)
 class Report(ReportData):
-    """Rows and totals (``ReportData`` names them), to print and to write.
+    """What a compiled model runs: one row per op, and totals. Made by ``report()``.
 
-    It prints as a summary: the totals, a line for each part of the model (repeated layers share one), then what is
-    unusual: ops in fp32 and why, what was not captured, notes. ``full()`` has every op.
+    It prints as a summary: the totals, one line for each part of the model (repeated layers share a line), then what is
+    unusual: ops in fp32 and why, code that was not captured, notes. In a notebook it shows as a table.
 
-    >>> import torch
-    >>> from amp_compiler import amp_compile
-    >>> fast = amp_compile(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)))
-    >>> result = fast(torch.ones(3, 4))
-    >>> print(fast.report().full(80))
-    0
-      linear    bf16  a matrix product: fast on low-precision units, which multiply
-                      low operands and add up in fp32
-    1
-      linear_1  bf16  a matrix product: fast on low-precision units, which multiply
-                      low operands and add up in fp32
-    <BLANKLINE>
-    level O2, bfloat16: 2 ops (2 bfloat16)
-    ...
+    Attributes:
+        rows: One per op, with ``node``, ``op``, ``module``, ``source``, ``precision``, ``reason``, ``rule``, ``graph``,
+            ``flops``, ``causes`` (the nodes that led to the decision) and ``limit``.
+        level: The level of the policy.
+        dtype: The low-precision dtype.
+        casts: The number of casts in the graphs as they run: forward and backward once a graph was differentiated.
+        cast_bytes: The bytes that those casts write.
+        low_flops_share: The share of the FLOPs of products and convolutions in low precision, from 0 to 1.
+        by_precision: The number of ops by precision.
+        not_captured: Code that runs outside of the graphs, with its source line and remedy.
+        notes: Anything else that the user should know.
+        kernels: The kernels of this package that run in place of torch's, how often, and why.
+        work: The shares of the work by where it ran, if ``report(inputs=...)`` was called; else None.
+        casts_by_module: Module path to its number of casts, or None if that is not known.
+        scratch_bytes: Memory that the CPU kernels keep for their next calls, for all models of the process together.
+        stages: The graphs after each pass, for pictures.
+
+    Examples:
+        >>> import torch
+        >>> from amp_compiler import amp_compile
+        >>> fast = amp_compile(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)))
+        >>> result = fast(torch.ones(3, 4))
+        >>> fast.report().why("linear_1")[0].precision
+        'bfloat16'
+        >>> print(fast.report().full(80))  # doctest: +ELLIPSIS
+        0
+          linear    bf16  a matrix product: fast on low-precision units, which multiply
+                          low operands and add up in fp32
+        1
+          linear_1  bf16  a matrix product: fast on low-precision units, which multiply
+                          low operands and add up in fp32
+        <BLANKLINE>
+        level O2, bfloat16: 2 ops (2 bfloat16)
+        ...
     """
 
     def why(self, text: str) -> list[Row]:
-        """The rows whose node, op or module contains ``text``; a text that is in none is an error that suggests one."""
+        """Return the rows whose node, op or module contains ``text``. If there is none, an error suggests a name."""
         found = [r for r in self.rows if text in r.node or text in r.op or text in r.module]
         if not found:
             known = {name: None for r in self.rows for name in (r.op, r.node, r.module, *r.module.split(".")) if name}
@@ -60,22 +80,26 @@ class Report(ReportData):
         return f"Its ops are {', '.join(ops)}." if ops else "Nothing is captured yet: call the model first."
 
     def full(self, width: int | None = None) -> str:
-        """Every row as text, below its module. ``width``: of a line; the terminal's if it is left out."""
+        """Return every row as text, below its module. ``width`` is that of a line, by default the terminal's."""
         from .render.summary import full
         from .render.text import plain
 
         return plain(full(self, width))
 
     def to_json(self) -> str:
-        """The report as JSON: ``schema`` (its version), the totals, ``rows`` as objects. The schema is the file
-        ``amp_compiler/inspect/render/schema.json``; the CLI's ``dump --format json`` adds the graph's nodes to it."""
+        """Return the report as JSON: ``schema`` (its version), the totals, and ``rows`` as objects.
+
+        The schema is the file ``amp_compiler/inspect/render/schema.json``. The command ``dump --format json`` adds the
+        nodes of the graph to it.
+        """
         from .render.json import report_text
 
         return report_text(self)
 
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
-        """One self-contained page: the graph after each pass, every op's reason, the totals. Written to ``path`` if
-        one is given; returned in any case."""
+        """Return one self-contained HTML page: the graph after each pass, every op's reason, the totals. It is also
+        written to ``path`` if one is given.
+        """
         from .render.html import report_page
 
         text = report_page(self)
@@ -91,7 +115,7 @@ class Report(ReportData):
 
     @classmethod
     def from_json(cls, given: str | Mapping[str, Any]) -> Report:
-        """A report from what ``to_json`` wrote."""
+        """Make a report from ``given``, the text that ``to_json`` returned or the object parsed from it."""
         from .render.json import SCHEMA_VERSION
 
         data = dict(json.loads(given) if isinstance(given, str) else given)

@@ -63,11 +63,28 @@ class Choice:
 
 @dataclass(frozen=True)
 class Policy:
-    """A level, a low dtype, the table with the user's changes, and rules for modules.
+    """A level, a low-precision dtype, the op table with the user's changes, and rules for modules.
 
-    >>> policy = Policy("O2", torch.bfloat16).with_ops(fp32=["linear"])
-    >>> policy.classify("linear").cls.value
-    'fp32'
+    A policy is an immutable value: every method that changes something returns a new one. ``Policy.default(level,
+    dtype)`` is what ``amp_compile(level=..., dtype=...)`` uses; the ``with_...`` methods are the usual way to change
+    it.
+
+    Args:
+        level: ``"O0"``, ``"O1"``, ``"auto"``, ``"O2"`` or ``"O3"``.
+        dtype: ``torch.float16`` or ``torch.bfloat16``. None stands for the default on a CPU, bf16.
+        ops: Pairs of an op and its class; see ``with_ops``.
+        modules: Pairs of a module path pattern and a precision; see ``with_modules``.
+        conditional: Rules that depend on an argument's value; see ``with_conditional``.
+        autocast_device: ``"cpu"`` or ``"cuda"`` to reproduce ``torch.autocast`` of that device; see ``Policy.torch``.
+
+    Examples:
+        >>> import torch
+        >>> from amp_compiler import Policy
+        >>> policy = Policy("O2", torch.bfloat16).with_ops(fp32=["linear"]).with_modules({"head": "float32"})
+        >>> policy.classify("linear").cls.value
+        'fp32'
+        >>> policy.modules
+        (('head', 'float32'),)
     """
 
     level: str = DEFAULT_LEVEL
@@ -94,39 +111,51 @@ class Policy:
 
     @classmethod
     def default(cls, level: str = DEFAULT_LEVEL, dtype: DType | str | None = None, device: Any = "cpu") -> Policy:
-        """The policy that ``amp_compile(level=, dtype=)`` uses; dtype None takes the device's default."""
+        """Return the policy that ``amp_compile`` uses for ``level`` and ``dtype``; without a dtype, the default of
+        ``device``.
+        """
         check_level(level)
         return cls(level, default_dtype(device) if dtype is None else check_low_dtype(dtype))
 
     @classmethod
     def torch(cls, device_type: str = "cpu", dtype: DType | str | None = None) -> Policy:
-        """``torch.autocast(device_type, dtype)``, list for list and rule for rule."""
+        """Return a policy that reproduces ``torch.autocast(device_type, dtype)``, list for list and rule for rule."""
         low = default_dtype(device_type) if dtype is None else check_low_dtype(dtype)
         return cls("auto", low, autocast_device=device_type)
 
     def with_ops(
         self, low: Iterable[OpLike] = (), fp32: Iterable[OpLike] = (), follow: Iterable[OpLike] = ()
     ) -> Policy:
-        """A new policy in which these ops have another class; the newest word on an op counts."""
+        """Return a policy in which these ops have another class. The newest entry for an op counts.
+
+        Args:
+            low: Ops to run in low precision.
+            fp32: Ops to run in fp32.
+            follow: Ops that the level decides, as it does for other arithmetic.
+        """
         lists = (("low", OpClass.LOW, low), ("fp32", OpClass.FP32, fp32), ("follow", OpClass.FOLLOW, follow))
         new = _classes([(op, cls) for what, cls, given in lists for op in _as_list(given, what)])
         return dataclasses.replace(self, ops=tuple({**dict(self.ops), **new}.items()))
 
     def with_modules(self, rules: Mapping[str, str]) -> Policy:
-        """A new policy with precision rules for modules by path pattern: ``{"encoder.*": "float32"}``."""
+        """Return a policy with ``rules`` for modules: path patterns and precisions, such as ``{"encoder.*":
+        "float32"}``. If several match, the last one counts.
+        """
         if not isinstance(rules, Mapping):
             raise PolicyError(f"Module rules are a mapping such as {{'encoder.*': 'float32'}}, not {rules!r}.")
         return dataclasses.replace(self, modules=self.modules + tuple(rules.items()))
 
     def with_conditional(self, rules: Iterable[tuple[OpLike, str, Iterable[Any]]]) -> Policy:
-        """A new policy that runs an op in fp32 when an argument has one of the given values."""
+        """Return a policy with ``rules`` ``(op, argument, values)``: the op runs in fp32 where the argument has one of
+        the values.
+        """
         return dataclasses.replace(self, conditional=self.conditional + tuple(_conditional(rule) for rule in rules))
 
     # ----------------------------------------------------------------------------------- reading
 
     @property
     def low(self) -> DType:
-        """The low dtype, resolved."""
+        """The low-precision dtype."""
         return self.dtype if self.dtype is not None else default_dtype("cpu")
 
     @property
@@ -136,7 +165,7 @@ class Policy:
 
     @property
     def rewrites(self) -> bool:
-        """False where everything stays as it is."""
+        """False if the level leaves everything in fp32."""
         return self.level_row.rewrites
 
     @property
@@ -149,7 +178,7 @@ class Policy:
         return dict(self.ops)
 
     def classify(self, name: str) -> Choice:
-        """The class of an op (by its ATen name, without overload) and the reason for it."""
+        """Return the class of the op ``name`` (its ATen name, without overload) and the reason for it."""
         row = find_row(name)
         plain = row.name if row is not None else name
         chosen = self._overrides.get(EQUIVALENT.get(plain, plain)) or self._overrides.get(name)
@@ -162,7 +191,7 @@ class Policy:
         return Choice(row.cls, row, row.reason, Rule.TABLE)
 
     def condition_for(self, name: str, arguments: Mapping[str, Any]) -> Conditional | None:
-        """The conditional rule that applies to a call with these arguments, if one does."""
+        """Return the conditional rule that applies to a call of the op ``name`` with these ``arguments``, or None."""
         plain = EQUIVALENT.get(name, name)
         for rule in self.conditional:
             if rule.op in (name, plain) and rule.argument in arguments:
@@ -172,7 +201,7 @@ class Policy:
         return None
 
     def module_rule(self, path: str) -> tuple[str, DType] | None:
-        """(pattern, dtype) of the last rule that matches a module path, if one does."""
+        """Return the pattern and dtype of the last rule that matches the module ``path``, or None."""
         for pattern, precision in reversed(self.modules):
             if matches(pattern, path):
                 return pattern, precision_dtype(precision)
@@ -181,11 +210,11 @@ class Policy:
     # ------------------------------------------------------------------------------------- files
 
     def to_file(self, path: str | os.PathLike[str]) -> None:
-        """Write the policy as TOML; the file is replaced whole or not at all."""
+        """Write the policy to ``path`` as TOML. The file is replaced as a whole or not at all."""
         write_text(path, self.to_toml(), what="The policy", error=PolicyError)
 
     def to_toml(self) -> str:
-        """The policy as TOML text."""
+        """Return the policy as TOML text."""
         lists = {cls.value: [n for n, c in self.ops if c is cls] for cls in (OpClass.LOW, OpClass.FP32, OpClass.FOLLOW)}
         head = {"level": self.level, "dtype": None if self.dtype is None else dtype_name(self.dtype),
                 "autocast_device": self.autocast_device}  # fmt: skip
@@ -195,7 +224,7 @@ class Policy:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Policy:
-        """Read a policy that ``to_file`` wrote or a person edited."""
+        """Read a policy from ``path``, a file that ``to_file`` wrote or a person edited."""
         data = toml.read(path)
         try:
             return cls.from_dict(data)
@@ -204,7 +233,7 @@ class Policy:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Policy:
-        """A policy from parsed TOML; unknown keys are errors, with the nearest known one."""
+        """Make a policy from ``data``, parsed TOML. An unknown key is an error that suggests the nearest known one."""
         toml.check_document(data)
         dtype, device = data.get("dtype"), data.get("autocast_device")
         if device is not None and not isinstance(device, str):

@@ -32,13 +32,24 @@ _LIBRARY.impl("loss", torch.ops.aten.alias.default, "CompositeImplicitAutograd")
 
 
 def precision(dtype: Any) -> contextlib.AbstractContextManager[None]:
-    """Run the ops inside in ``"float32"``, ``"float16"`` or ``"bfloat16"``, whatever the level says.
+    """Run the ops inside a region in one precision, whatever the level says.
 
-    A context manager and a decorator, for use inside a model's code; the innermost wins. Outside of a model that
-    is being captured it does nothing.
+    Use it inside a model's code, as a context manager or a decorator. The innermost region wins, and it holds for the
+    backward as well. Outside of a model that is being captured it does nothing.
 
-    >>> with precision("float32"):
-    ...     y = torch.ones(2) * 3
+    Args:
+        dtype: ``"float32"``, ``"float16"``, ``"bfloat16"``, or the torch dtype.
+
+    Examples:
+        >>> import torch
+        >>> from amp_compiler import amp_compile, precision
+        >>> def model(x, w):
+        ...     with precision("float32"):
+        ...         return x @ w
+        >>> fast = amp_compile(model)
+        >>> _ = fast(torch.ones(2, 2), torch.ones(2, 2))
+        >>> fast.report().rows[0].precision
+        'float32'
     """
     return _scope(dtype_name(precision_dtype(dtype)))
 
@@ -128,11 +139,23 @@ class Surroundings:
 
 
 def set_precision(module: nn.Module, dtype: Any) -> nn.Module:
-    """Mark a module, and all below it, to run in ``dtype``; ``None`` takes the mark off. Returns the module.
+    """Mark a module, and everything below it, to run in one precision.
 
-    It acts on graphs captured afterwards: mark before the first call of the compiled model.
+    The mark acts on graphs that are captured afterwards, so set it before the first call of the compiled model.
 
-    >>> layer = set_precision(nn.Linear(2, 2), "float32")
+    Args:
+        module: The module to mark.
+        dtype: ``"float32"``, ``"float16"``, ``"bfloat16"``, the torch dtype, or None to remove the mark.
+
+    Returns:
+        The module.
+
+    Examples:
+        >>> from torch import nn
+        >>> from amp_compiler import set_precision
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        >>> set_precision(model[1], "float32")
+        Linear(in_features=4, out_features=2, bias=True)
     """
     if not isinstance(module, nn.Module):
         raise ArgumentError(f"set_precision takes a torch.nn.Module, not {type(module).__name__}.")

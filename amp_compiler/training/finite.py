@@ -11,11 +11,19 @@ from ..kernels import all_finite as finite_kernel
 
 
 def all_finite(tensors: Tensor | Iterable[Tensor | None]) -> Tensor:
-    """A bool tensor: is every number of every tensor finite? No host sync; ``None`` entries are left out.
+    """Check whether every number of every tensor is finite, without a host sync.
 
-    >>> import torch
-    >>> all_finite([torch.ones(2), torch.tensor([1.0, float("nan")])])
-    tensor(False)
+    Args:
+        tensors: One tensor, or several. None entries are ignored, so ``[p.grad for p in model.parameters()]`` works.
+
+    Returns:
+        A bool tensor of no dimensions on the device of the first tensor.
+
+    Examples:
+        >>> import torch
+        >>> from amp_compiler import all_finite
+        >>> all_finite([torch.ones(2), torch.tensor([1.0, float("nan")])])
+        tensor(False)
     """
     try:
         given = finite_kernel.as_list(tensors)

@@ -23,18 +23,30 @@ from ..policy import dtype_name
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one call of a training step gives: tensors on the model's device, nothing waits for them.
+    """What one call of a training step returns: tensors on the model's device, which nothing has waited for.
 
-    ``loss``: of this batch, not scaled. ``skipped``: True if this call was to update the weights and did not, because a
-    gradient was not finite. ``scale``: what the loss was multiplied by. ``grad_norm``: of all gradients of this update
-    so far, unscaled, before clipping. ``updated``: True if this call did update the weights; a learning-rate scheduler
-    goes by it. ``loss_finite``: False if the loss is inf or NaN. That alone skips nothing: if the gradients are finite,
-    the weights are updated, and a warning is given.
+    Args:
+        loss: The loss of this batch, not scaled.
+        skipped: True if this call should have updated the weights but did not, because a gradient was not finite.
+        scale: What the loss was multiplied by.
+        grad_norm: The norm of all gradients of this update so far, unscaled and before clipping.
+        updated: True if this call updated the weights. Use it to step a learning-rate scheduler.
+        loss_finite: False if the loss is inf or NaN. That alone skips nothing: if the gradients are finite, the weights
+            are updated, and a warning is given.
+        extra: What came with the loss: ``metrics`` of ``(loss, metrics)``, the other entries of a dict with ``"loss"``.
+            None if nothing did, and for an object with ``.loss`` that the model itself returned.
+        output: The model's output, with ``return_output=True``. Like ``extra`` it is detached, has the dtypes that the
+            fp32 model would give it, and is None in the result of ``flush()``.
 
-    ``extra``: what came with the loss, if anything did: ``metrics`` of ``(loss, metrics)``, the other entries of a dict
-    with ``"loss"``. Of an object with ``.loss`` that the model itself returned it is None. ``output``: the model's
-    output, with ``return_output=True``. Both are detached and have the dtypes that the fp32 model would give;
-    ``flush()`` has neither.
+    Examples:
+        >>> import torch
+        >>> from amp_compiler import compile_train_step
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> step = compile_train_step(model, lambda y, t: ((y - t).square().mean(), {"mean": y.mean()}), optimizer)
+        >>> result = step(torch.ones(3, 4), torch.zeros(3, 1))
+        >>> bool(result.updated), bool(result.loss_finite), sorted(result.extra)
+        (True, True, ['mean'])
     """
 
     loss: Tensor

@@ -58,23 +58,27 @@ class LossScaler(TorchScaler):
     @overload
     def scale(self, outputs: Nested) -> Nested: ...
     def scale(self, outputs: Any) -> Any:
-        """The loss, or a nested tuple, list or dict of losses, times the scale; as it is if the scaler is disabled."""
+        """Multiply ``outputs``, a loss or a nested tuple, list or dict of losses, by the scale. Unchanged if the scaler
+        is disabled.
+        """
         if not self._enabled:
             return outputs
         return map_tensors(outputs, lambda tensor: tensor * self.scale_on(tensor.device), "scale")
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
-        """``scale(loss).backward(**kwargs)``, also for several losses at once."""
+        """Call ``scale(loss).backward(**kwargs)``; ``loss`` may also be a tuple, list or dict of losses."""
         if isinstance(loss, Tensor):
             self.scale(loss).backward(**kwargs)
         else:
             torch.autograd.backward(tensors_in(self.scale(loss), "backward"), **kwargs)
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the optimizer's gradients by the scale, in place, and note whether all are finite. No host sync.
+        """Divide the gradients of ``optimizer`` by the scale, in place, and record whether all are finite. No host
+        sync.
 
-        For what needs true gradients before the step: clipping, logging. Gradients keep their dtype, so those of fp16
-        parameters are rounded to fp16 again and small ones vanish; ``unscale`` gives fp32 copies.
+        Use it before anything that needs true gradients before the step, such as clipping or logging. Gradients keep
+        their dtype, so those of fp16 parameters are rounded to fp16 again and small ones vanish; ``unscale`` returns
+        fp32 copies.
         """
         if not self._enabled:
             return
@@ -99,10 +103,10 @@ class LossScaler(TorchScaler):
         use.stage = Stage.UNSCALED
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Unscale the gradients if that was not done, and take ``optimizer.step(*args, **kwargs)`` if all are finite.
+        """Unscale the gradients if that was not done, and call ``optimizer.step(*args, **kwargs)`` if all are finite.
 
-        Returns what it returned, ``None`` if the step was left out. A fused optimizer decides on its own device; for
-        others the host has to wait for the answer.
+        Returns what the optimizer returned, or None if the step was skipped. A fused optimizer decides on its own
+        device; for others the host has to wait for the answer.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
@@ -139,8 +143,8 @@ class LossScaler(TorchScaler):
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adapt the scale, once after the steps of all optimizers; or set it to ``new_scale``. No host sync.
 
-        A tensor is not looked at: what is not finite or not positive in it leaves the scale as it is, and the rest is
-        brought between floor and cap.
+        A tensor ``new_scale`` is not read on the host: if it is not finite and positive, the scale stays as it is;
+        otherwise it is clamped between floor and cap.
         """
         if not self._enabled:
             return
@@ -165,10 +169,11 @@ class LossScaler(TorchScaler):
     @overload
     def unscale(self, tensors: Nested) -> Nested: ...
     def unscale(self, tensors: Any) -> Any:
-        """New tensors divided by the scale: a gradient, a loss, a nested tuple, list or dict of them (or of ``None``).
+        """Return ``tensors`` divided by the scale: a gradient, a loss, or a nested tuple, list or dict of them (or of
+        None).
 
-        fp16 and bf16 become fp32. The results carry no autograd history. ``update`` does not hear of them: tell
-        ``adjust``.
+        fp16 and bf16 become fp32, and the results carry no autograd history. ``update`` does not take them into
+        account: pass ``all_finite(tensors)`` to ``adjust``.
         """
         if not self._enabled:
             return tensors
@@ -184,15 +189,18 @@ class LossScaler(TorchScaler):
         return map_tensors(structure, lambda _: next(results), "unscale")
 
     def adjust(self, finite: Tensor) -> None:
-        """Adapt the scale to one bool tensor, as ``all_finite(gradients)`` gives it. No host sync."""
+        """Adapt the scale to ``finite``, a bool tensor of one element such as ``all_finite(gradients)``. No host sync.
+        """
         if not isinstance(finite, Tensor) or finite.numel() != 1:
             raise ArgumentError("adjust() takes a bool tensor of one element, as all_finite(gradients) gives it.")
         self.adapt(finite.logical_not().reshape(()).float())
         self._look(3, waited=False)
 
     def adapt(self, found: Tensor) -> None:
-        """``adjust`` for a flag as torch's optimizers take it: 1.0 if a gradient was not finite, else 0.0, a fp32
-        tensor of no dimensions. It warns of nothing: ``newly_stuck`` tells a caller that wants to."""
+        """Adapt the scale as ``adjust`` does, to a flag as torch's optimizers take it: ``found`` is 1.0 if a gradient
+        was not finite, else 0.0, an fp32 tensor of no dimensions. It gives no warning; ``newly_stuck`` says whether one
+        is due.
+        """
         if not self._enabled:
             return
         self._numbers.create(found.device)
@@ -207,7 +215,9 @@ class LossScaler(TorchScaler):
         self._end_iteration()
 
     def scale_on(self, device: torch.device | str | int) -> Tensor:
-        """The scale on a device: a fp32 tensor of no dimensions that follows every later change. Not to be written."""
+        """Return the scale on ``device``: an fp32 tensor of no dimensions that follows every later change. Do not write
+        to it.
+        """
         where = torch.device(device)
         if not self._enabled:
             return torch.ones((), device=where)
@@ -237,7 +247,7 @@ class LossScaler(TorchScaler):
         return self._advice(count) if count >= STUCK_AFTER else ""
 
     def newly_stuck(self, *, waited: bool = True) -> int:
-        """How many updates in a row were skipped, if they are many (10) and this was not told yet; else 0.
+        """Return how many updates in a row were skipped, if they are many (10) and no warning was given yet; else 0.
 
         ``waited``: the host has just waited for the device anyway. If not, it looks only where that costs nothing.
         """
@@ -256,28 +266,30 @@ class LossScaler(TorchScaler):
         return 1.0
 
     def get_backoff_factor(self) -> float:
-        """What the scale is multiplied by when gradients overflowed."""
+        """What the scale is multiplied by after an overflow."""
         return 1.0
 
     def get_growth_interval(self) -> int:
-        """How many finite updates in a row make the scale grow."""
+        """The number of finite updates in a row after which the scale grows."""
         return 1
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """An error: a fixed scale does not change."""
+        """Raise an ``ArgumentError``: a fixed scale has no use for ``new_factor``."""
         raise ArgumentError(f"The scale of {type(self).__name__} is fixed. Use DynamicLossScaler for one that changes.")
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """An error: a fixed scale does not change."""
+        """Raise an ``ArgumentError``: a fixed scale has no use for ``new_factor``."""
         self.set_growth_factor(new_factor)
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """An error: a fixed scale does not change."""
+        """Raise an ``ArgumentError``: a fixed scale has no use for ``new_interval``."""
         self.set_growth_factor(new_interval)
 
     def state_dict(self) -> dict[str, Any]:
-        """All state as plain numbers, which ``torch.amp.GradScaler`` can load too; empty if disabled. Waits for the
-        device."""
+        """Return the whole state as plain numbers, which ``torch.amp.GradScaler`` can load too. Empty if disabled.
+
+        Waits for the device.
+        """
         if not self._enabled:
             return {}
         self._look(3)
@@ -292,7 +304,9 @@ class LossScaler(TorchScaler):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over the scale of a state, of a scaler here or ``torch.amp.GradScaler``. A wrong one changes nothing."""
+        """Load the scale from ``state_dict``, of a scaler here or of ``torch.amp.GradScaler``. One that does not fit
+        changes nothing.
+        """
         if not self._enabled:
             return
         state = checks.State(state_dict)

@@ -19,11 +19,21 @@ from .scaler_base import REMEDY, LossScaler
 
 
 class StaticLossScaler(LossScaler):
-    """A loss scale that stays as it is. Steps with non-finite gradients are left out all the same.
+    """A loss scale that never changes. Steps with non-finite gradients are skipped all the same.
 
-    >>> scaler = StaticLossScaler(128.0)
-    >>> scaler.scale(torch.tensor(2.0))
-    tensor(256.)
+    It has the methods of ``torch.amp.GradScaler`` and is one to ``isinstance``.
+
+    Args:
+        scale: What losses are multiplied by.
+        device: Where the scale is kept. By default on the device of the first loss.
+        enabled: If False, losses and gradients are left as they are, and ``step`` calls ``optimizer.step``.
+
+    Examples:
+        >>> import torch
+        >>> from amp_compiler import StaticLossScaler
+        >>> scaler = StaticLossScaler(128.0)
+        >>> scaler.scale(torch.tensor(2.0))
+        tensor(256.)
     """
 
     def __init__(self, scale: float, *, device: torch.device | str | None = None, enabled: bool = True) -> None:
@@ -36,22 +46,35 @@ class StaticLossScaler(LossScaler):
 class DynamicLossScaler(LossScaler):
     """A loss scale that grows while gradients are finite and falls when they are not.
 
-    After ``growth_interval`` finite updates in a row it is multiplied by ``growth_factor``; after ``overflow_patience``
-    updates in a row with non-finite gradients (each of these steps is left out) by ``backoff_factor``. It stays
-    between ``min_scale`` and ``max_scale`` (``None``: the largest finite fp32 number) and is never inf, NaN or 0.
-    ``device``: where the scale is kept (``None``: where the first loss is). With ``enabled=False`` losses and gradients
-    are left as they are, and ``step`` is ``optimizer.step``. A ``torch.amp.GradScaler`` to ``isinstance``.
+    It has the methods of ``torch.amp.GradScaler`` and is one to ``isinstance``; each can load the other's
+    ``state_dict``. The scale stays between ``min_scale`` and ``max_scale`` and is never inf, NaN or 0.
 
-    >>> scaler = DynamicLossScaler(init_scale=4.0, growth_interval=1)
-    >>> weight = torch.nn.Parameter(torch.ones(1))
-    >>> optimizer = torch.optim.SGD([weight], lr=0.5)
-    >>> scaler.scale(weight.sum()).backward()
-    >>> weight.grad
-    tensor([4.])
-    >>> scaler.step(optimizer)
-    >>> scaler.update()
-    >>> weight.item(), scaler.get_scale()
-    (0.5, 8.0)
+    Args:
+        init_scale: The scale at the beginning.
+        growth_factor: What the scale is multiplied by after ``growth_interval`` finite updates in a row.
+        backoff_factor: What the scale is multiplied by after ``overflow_patience`` updates in a row with non-finite
+            gradients.
+        growth_interval: The number of finite updates in a row after which the scale grows.
+        overflow_patience: The number of non-finite updates in a row after which the scale falls. Each of them is
+            skipped.
+        min_scale: The smallest scale.
+        max_scale: The largest scale. None stands for the largest finite fp32 number.
+        device: Where the scale is kept. By default on the device of the first loss.
+        enabled: If False, losses and gradients are left as they are, and ``step`` calls ``optimizer.step``.
+
+    Examples:
+        >>> import torch
+        >>> from amp_compiler import DynamicLossScaler
+        >>> scaler = DynamicLossScaler(init_scale=4.0, growth_interval=1)
+        >>> weight = torch.nn.Parameter(torch.ones(1))
+        >>> optimizer = torch.optim.SGD([weight], lr=0.5)
+        >>> scaler.scale(weight.sum()).backward()
+        >>> weight.grad
+        tensor([4.])
+        >>> scaler.step(optimizer)
+        >>> scaler.update()
+        >>> weight.item(), scaler.get_scale()
+        (0.5, 8.0)
     """
 
     def __init__(
@@ -76,24 +99,27 @@ class DynamicLossScaler(LossScaler):
         super().__init__(self._checked(init_scale, "init_scale"), device, enabled)
 
     def get_growth_factor(self) -> float:
+        """What the scale is multiplied by when it grows."""
         return self._growth_factor
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Change what the scale is multiplied by when it grows."""
+        """Change what the scale is multiplied by when it grows to ``new_factor``."""
         self._growth_factor = checks.growth(new_factor, "set_growth_factor")
 
     def get_backoff_factor(self) -> float:
+        """What the scale is multiplied by after an overflow."""
         return self._backoff_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Change what the scale is multiplied by when gradients overflowed."""
+        """Change what the scale is multiplied by after an overflow to ``new_factor``."""
         self._backoff_factor = checks.backoff(new_factor, "set_backoff_factor")
 
     def get_growth_interval(self) -> int:
+        """The number of finite updates in a row after which the scale grows."""
         return self._growth_interval
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Change how many finite updates in a row make the scale grow."""
+        """Change the number of finite updates in a row after which the scale grows to ``new_interval``."""
         self._growth_interval = checks.positive_int(new_interval, "set_growth_interval")
         # torch's update compares by equality: a count beyond the interval would never make the scale grow again
         self._numbers.plain["finite"] = min(self._numbers.plain["finite"], new_interval - 1)
@@ -101,6 +127,7 @@ class DynamicLossScaler(LossScaler):
             self._numbers.tensors["finite"].clamp_(max=new_interval - 1)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the whole state as plain numbers, which ``torch.amp.GradScaler`` can load too. Empty if disabled."""
         state = super().state_dict()
         return state and {
             **state,
@@ -110,10 +137,11 @@ class DynamicLossScaler(LossScaler):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state, of this class or of ``torch.amp.GradScaler``. A wrong one changes nothing.
+        """Load ``state_dict``, of this class or of ``torch.amp.GradScaler``. One that does not fit is an error and
+        changes nothing.
 
-        What the latter does not know (patience, floor, cap) stays as it is here, and its scale is brought between
-        floor and cap.
+        What the latter does not have (patience, floor, cap) stays as it is here, and its scale is clamped between floor
+        and cap.
         """
         if not self._enabled:
             return

@@ -1,11 +1,11 @@
-"""``compile_train_step``: forward, loss, backward, loss scaling, clipping and the optimizer in one call."""
+"""``TrainStep``: forward, loss, backward, loss scaling, clipping and the optimizer in one call."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,15 +18,14 @@ from ..inspect.report import Report
 from ..kernels.all_finite import all_finite
 from ..kernels.norm import total_norm
 from ..policy import Policy, dtype_name
-from ..policy.ops.names import OpLike
 from ..rewrite.records import Record
 from ..rewrite.verify import deep_by_default
-from ..runtime.arguments import call_arguments, check_request
+from ..runtime.arguments import call_arguments
 from ..runtime.captured import Captured
 from ..runtime.options import Options
 from ..runtime.state import State
 from ..runtime.work import Work
-from .arguments import check_model, check_numbers, check_optimizer, make_scaler, warn_of_low_parameters
+from .arguments import check_optimizer
 from .checkpoint import Run, collect, restore
 from .failures import is_ours, needs_autograd, reason_of, users_mistake
 from .loss_watch import LossWatch
@@ -35,7 +34,7 @@ from .owner import Owner
 from .pieces import PieceBackend, Pieces
 from .probe import Probe
 from .rerun import explain_last_update
-from .results import Answer, StepResult, check_loss_fn, detached, split
+from .results import Answer, StepResult, detached, split
 from .scaler_base import LossScaler
 from .scalers import DynamicLossScaler
 from .stuck import warn_if_stuck
@@ -47,59 +46,23 @@ from .window import Batch, Window, multiply_, rng_state
 _WAITING: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Window]] = weakref.WeakKeyDictionary()
 
 
-def compile_train_step(
-    model: nn.Module,
-    loss_fn: Callable[[Any, Any], Any] | None,
-    optimizer: torch.optim.Optimizer,
-    level: str = "O2",
-    *,
-    dtype: torch.dtype | str | None = None,
-    policy: Policy | None = None,
-    white_list: Iterable[OpLike] = (),
-    black_list: Iterable[OpLike] = (),
-    exclude: Iterable[str | type[nn.Module]] = (),
-    loss_scaler: str | float | LossScaler | None = "dynamic",
-    accumulate_steps: int = 1,
-    max_grad_norm: float | None = None,
-    backend: str = "auto",
-    disable_passes: Iterable[str] = (),
-    return_output: bool = False,
-) -> TrainStep:
-    """Compile a training step: ``step(inputs, targets)`` runs it and updates the model's own parameters.
-
-    ``loss_fn(output, targets)`` gives a scalar, ``(loss, anything)`` or a dict with "loss", the rest of which is
-    ``result.extra``; None where the model returns such, or an object with ``.loss``. With ``return_output=True``
-    ``result.output`` is the model's output.
-    ``inputs``: a tensor, a tuple of arguments or a dict of keyword arguments. ``loss_scaler``: "dynamic", a scaler, a
-    number for a fixed scale, or None for no scaling and no check. With ``accumulate_steps=n`` every n-th call updates
-    the weights, by the mean of n batches' gradients. ``max_grad_norm`` clips the unscaled gradients. The other
-    arguments are those of ``amp_compile``.
-
-    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> step = compile_train_step(model, nn.functional.cross_entropy, optimizer, level="O2", dtype=torch.bfloat16)
-    >>> result = step(torch.ones(3, 4), torch.tensor([0, 1, 1]))
-    >>> bool(result.skipped), float(result.scale)
-    (False, 65536.0)
-    """
-    check_model(model)
-    check_loss_fn(loss_fn)
-    check_optimizer(optimizer, model)
-    check_numbers(accumulate_steps, max_grad_norm)
-    asked = check_request(level, dtype, policy, white_list, black_list, exclude, backend, disable_passes)
-    chosen = asked.policy_for(model)
-    # between the pieces of a model that breaks the graph, autocast's own numerics leave low values low
-    options = Options(chosen, backend, chosen.autocast_device is None, disable_passes=asked.disable_passes)
-    scaler = None if "scale_loss" in asked.disable_passes else make_scaler(loss_scaler)
-    warn_of_low_parameters(model)
-    return TrainStep(model, loss_fn, optimizer, options, scaler, accumulate_steps, max_grad_norm, return_output)
-
-
 class TrainStep:
-    """A compiled training step; call it with a batch. Made by ``compile_train_step``.
+    """A compiled training step, made by ``compile_train_step``. Call it with a batch.
 
-    The model's own parameters are trained, and their ``.grad`` holds the unscaled gradients of the last update until
-    the next one begins. ``graphs``, ``joint_graphs``, ``history`` and ``report()`` show what runs.
+    It trains the model's own parameters. Their ``.grad`` holds the unscaled gradients of the last update until the next
+    update begins, so ``zero_grad`` is not needed.
+
+    Examples:
+        >>> import torch
+        >>> from amp_compiler import compile_train_step
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> step = compile_train_step(model, torch.nn.functional.mse_loss, optimizer, accumulate_steps=2)
+        >>> batch = torch.ones(3, 4), torch.zeros(3, 1)
+        >>> [bool(step(*batch).updated) for _ in range(3)]
+        [False, True, False]
+        >>> bool(step.flush().updated)
+        True
     """
 
     def __init__(
@@ -130,7 +93,7 @@ class TrainStep:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer; another one for the same parameters may be put in its place between updates."""
+        """The optimizer. It may be replaced between updates by another one for the same parameters."""
         return self._owner.optimizer
 
     @optimizer.setter
@@ -168,8 +131,11 @@ class TrainStep:
         return result if extra is output is None else dataclasses.replace(result, extra=extra, output=output)
 
     def flush(self) -> StepResult | None:
-        """Update the weights from the batches that are waiting, fewer than ``accumulate_steps``, as at the end of an
-        epoch: by the mean over those there are. The result's loss is the last batch's. None if none are waiting."""
+        """Update the weights from the batches that are waiting, if they are fewer than ``accumulate_steps``.
+
+        For the end of an epoch. The update uses the mean over the batches that are there, and the result's loss is that
+        of the last one. Returns None if no batch is waiting.
+        """
         window = self._window
         if window.done == 0:
             return None
@@ -295,7 +261,7 @@ class TrainStep:
 
     @property
     def policy(self) -> Policy:
-        """The policy in force."""
+        """The ``Policy`` in force."""
         return self._options.policy
 
     @property
@@ -305,19 +271,22 @@ class TrainStep:
 
     @property
     def joint_graphs(self) -> list[fx.GraphModule]:
-        """Forward, backward and loss scaling as they run, one for each capture; none where the model is in pieces."""
+        """Forward, backward and loss scaling as they run, one per capture; empty if the model runs in pieces."""
         return [piece.joint for piece in self._state.pieces if piece.joint is not None]
 
     @property
     def history(self) -> list[Record]:
-        """Every stage of every graph: name, seconds, modified, text; the joint graph's too."""
+        """Every stage of every graph, the joint graph included: ``name``, ``seconds``, ``modified``, ``text``."""
         return list(self._state.history)
 
     def report(self, graph: int | None = None, *, inputs: Any = None, targets: Any = None) -> Report:
-        """Every op of the forward with its precision and why; casts are those of forward and backward.
+        """Report every op of the forward with its precision and reason. Casts are counted over forward and backward.
 
-        With ``inputs`` (and ``targets``) of a batch, a step that runs in pieces computes its loss once more, and
-        ``report().work`` tells which share of the forward's work is captured (see ``AmpModule.report``).
+        Args:
+            graph: The index of one graph, to report that graph alone.
+            inputs: The inputs of a batch. If given, a step that runs in pieces computes its loss once more, and
+                ``report().work`` holds the share of the forward's work that is captured (see ``AmpModule.report``).
+            targets: The targets of that batch.
         """
         if inputs is not None:
             if self._pieces is None and self._whole is None:
@@ -331,9 +300,12 @@ class TrainStep:
         return self._state.report(self.policy, graph)
 
     def explain_overflow(self) -> Overflow:
-        """After a skipped update, or a loss that is not finite: run the batch that failed once more, with checks, and
-        name the first op, module and source line that gave inf or NaN, forward or backward, and the parameters hit.
-        Nothing of the run is changed."""
+        """Explain a skipped update, or a loss that is not finite.
+
+        The batch that failed runs once more, op by op. The result names the first op, module and source line that gave
+        inf or NaN, in the forward or the backward, and the parameters whose gradients it reached; it prints as a short
+        text and is False in a condition if nothing overflowed. The state of the run is not changed.
+        """
         self._loss_watch.look()
         lost = any(b.lost() for b in self._window.batches) and bool(all_finite(self._gradients()))
         if self.scaler is None and not lost:  # the weights may have been updated from what is not finite
@@ -348,16 +320,21 @@ class TrainStep:
     # ------------------------------------------------------------------------------------- checkpointing
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a run needs to go on bit for bit: model, optimizer, scaler, the batches that are waiting, and the
-        random generators. Save it by ``torch.save``; your data loader and scheduler have their own. As with torch, the
-        tensors are those of the model and the optimizer: copy.deepcopy what you want to keep while training goes on."""
+        """Return everything that a run needs to continue bit for bit.
+
+        That is the model, the optimizer, the scaler, the gradients of waiting batches and the random generators. Save
+        it with ``torch.save``; a data loader and a scheduler have states of their own. As in torch, the tensors are
+        those of the model and the optimizer: use ``copy.deepcopy`` to keep them while training continues.
+        """
         self._loss_watch.look()
         if self.scaler is not None:
             warn_if_stuck(self.scaler, self._explain, waited=True)
         return collect(self._run_state())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a ``state_dict()``. If something in it does not fit, an error says what; nothing is changed."""
+        """Continue from ``state``, which ``state_dict()`` returned. If it does not fit, a ``CheckpointError`` says why,
+        and nothing is changed.
+        """
         restore(self._run_state(), state)
 
     def _run_state(self) -> Run:

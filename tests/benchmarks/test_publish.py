@@ -1,9 +1,8 @@
-"""Results become tables; nothing but the marked blocks of a README changes."""
+"""Results become tables; nothing but the marked blocks of a page changes."""
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -39,9 +38,9 @@ def folder_of(path: Path, **results: object) -> Path:
 
 
 def root_of(path: Path, name: str) -> Path:
-    (path / "benchmarks").mkdir(parents=True)
+    (path / "docs").mkdir(parents=True)
     (path / "README.md").write_text(README.format(name=name))
-    (path / "benchmarks" / "README.md").write_text("nothing\n")
+    (path / "docs" / "benchmarks.md").write_text("nothing\n")
     return path
 
 
@@ -184,7 +183,7 @@ def test_one_line_says_what_is_wrong(
     assert message in told
     assert told.count("\n") == 1
     assert (root / "README.md").read_text() == before
-    assert not (root / "docs").exists()
+    assert not (root / "docs" / "bench").exists()
 
 
 @given(text=st.text(alphabet="ab |\n<>!-"), inside=st.text(alphabet="xy |\n"))
@@ -205,14 +204,36 @@ def test_rounding_keeps_six_figures(seconds: list[float]) -> None:
     assert small.samples["seconds"] == pytest.approx(seconds, rel=1e-5)
 
 
-@pytest.mark.parametrize("page", ["README.md", "benchmarks/README.md"])
-def test_what_is_shown_is_what_was_published(page: str) -> None:
+@pytest.mark.parametrize(("page", "folder"), publish.PAGES.items())
+def test_what_is_shown_is_what_was_published(page: str, folder: str) -> None:
     """No figure in a block was written by hand, or is left from another run."""
     kept: list[str] = []
-    folder = "docs/bench" if page == "README.md" else "../docs/bench"
     text = (publish.ROOT / page).read_text()
     published = publish.Published.load(publish.ROOT / "benchmarks" / "published")
+    assert publish.BLOCK.search(text)
     assert publish.rewrite(text, published, folder, kept) == text
     assert kept == []
-    for plot in re.findall(r"!\[[^]]*\]\((docs/bench/[^)]*)\)", text):
-        assert (publish.ROOT / plot).stat().st_size > 0
+
+
+def test_every_result_and_every_plot_is_on_the_page() -> None:
+    """docs/benchmarks.md leaves nothing out that is in the repository."""
+    text = (publish.ROOT / "docs/benchmarks.md").read_text()
+    shown = {match["name"].strip() for match in publish.BLOCK.finditer(text)}
+    assert set(tables.RENDERERS) - {"results"} <= shown
+    plots = {f"plot {file.stem}" for file in (publish.ROOT / "docs/bench").glob("*.svg")}
+    assert plots == {name for name in shown if name.startswith("plot ")}
+
+
+def test_the_readme_has_one_table() -> None:
+    text = (publish.ROOT / "README.md").read_text()
+    assert [match["name"] for match in publish.BLOCK.finditer(text)] == ["results"]
+
+
+def test_results_for_the_readme() -> None:
+    infer = [Row({**row.key, "kind": "inference"}, row.counts, row.samples) for row in steps("bert", "float16", FAST)]
+    rows = steps("bert", "bfloat16", FAST) + steps("nine_512", "bfloat16", FAST) + infer
+    lines = tables.RENDERERS["results"](publish.Published({"a": result("steps", rows)})).splitlines()[2:]
+    assert lines == [
+        "| training, BERT-like, bf16 | 4.00 (4.00 to 4.00) | 2.00 (2.00 to 2.00) | 4 → 4 | 3.0 KB → 3.0 KB |",
+        "| inference, BERT-like, fp16 | 4.00 (4.00 to 4.00) | 2.00 (2.00 to 2.00) | – | – |",
+    ]

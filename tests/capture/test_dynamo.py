@@ -1,4 +1,5 @@
-"""The dynamo front end: what is captured, where it says it came from, and the traps of torch 2.13 (DESIGN §2)."""
+"""The dynamo front end: what is captured, where it says it came from, and the traps of torch 2.13
+(docs/design.md#capture)."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def run_both(model: nn.Module, args: tuple[Tensor, ...], dtype: torch.dtype):
             return twin(*xs)
 
     torch.manual_seed(7)
-    # autocast's fused oneDNN LSTM is another algorithm: compare with torch's own cells (DESIGN §2)
+    # autocast's fused oneDNN LSTM is another algorithm: compare with torch's own cells (docs/design.md#capture)
     with torch.backends.mkldnn.flags(enabled=not has_lstm(model)):
         theirs = outputs_and_gradients(peer, twin, args)
         their_casts = training_casts(peer, twin, args)

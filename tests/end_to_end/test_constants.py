@@ -1,4 +1,4 @@
-"""A constant that the low dtype cannot hold never reaches a low-precision op (DESIGN §4, Traps).
+"""A constant that the low dtype cannot hold never reaches a low-precision op (docs/design.md#traps).
 
 Every template below computes something finite in fp32 from ``y``, the result of a linear layer, and a constant that
 fp16 (or bf16) would turn to inf or to 0. One row of ``y`` is zero, so that an eps is what it is there for.

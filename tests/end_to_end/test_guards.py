@@ -1,4 +1,4 @@
-"""Every trap of DESIGN §2 and §4: the behaviour is right, and a check of it fails when the guard is switched off.
+"""Every trap of docs/design.md#traps: the behaviour is right, and a check of it fails when the guard is switched off.
 
 ``TRAPS`` maps a name to a small check, to what switches its guard off, and to how the check notices: by an assertion
 of its own or by the verifier, unless another error is named. A check that cannot fail protects nothing.
@@ -62,7 +62,7 @@ def trap(name: str, removal: Removal, noticed: type[Exception] | None = None, sa
     return enter
 
 
-# ------------------------------------------------------------------------------------- switching guards off
+# ----------------------------------------------------------------------------------- switching guards off
 
 
 def gives(owner: Any, name: str, value: Any = None) -> Removal:
@@ -83,7 +83,7 @@ def becomes(owner: Any, name: str, value: Any) -> Removal:
     return lambda patch: patch.setattr(owner, name, value)
 
 
-# --------------------------------------------------------------------------------------------- small models
+# ------------------------------------------------------------------------------------------- small models
 
 
 def ints(*shape: int, seed: int = 0) -> Tensor:
@@ -146,7 +146,7 @@ class Does(nn.Module):
         return self.step(self, self.fc(x))
 
 
-# ------------------------------------------------------------------------------------------ §4: written to
+# --------------------------------------------------------------------------------------------- written to
 
 
 @trap("in-place op", gives(ir, "mutated_args", frozenset()))
@@ -202,7 +202,7 @@ def parameter_written() -> None:
     as_in_fp32(fn, ints(4, 4), ints(4, 4, seed=1), parameters=(1,))
 
 
-# --------------------------------------------------------------------------------------- §4: used several times
+# ------------------------------------------------------------------------------------- used several times
 
 
 @trap("same tensor twice in one op", gives(insert_casts, "_is_parameter", True))
@@ -232,7 +232,7 @@ def shared_weights(front: str) -> None:
     assert len([n for n in casts(gm) if "weight" in ir.cast_source(n).name]) == 1
 
 
-# --------------------------------------------------------------------------------------------- §4: constants
+# ---------------------------------------------------------------------------------------------- constants
 
 
 def finite(fn: Callable[[Tensor], Tensor], dtype: torch.dtype = F16) -> None:
@@ -274,7 +274,7 @@ def positions() -> None:
     as_in_fp32(lambda x, at: x * at, x, at)
 
 
-# -------------------------------------------------------------------------------- §4: shapes of a call
+# --------------------------------------------------------------------------------------- shapes of a call
 
 
 def _as_traced(node: Any) -> Decision:
@@ -337,7 +337,7 @@ def large_scalar() -> None:
     finite(lambda y: y * 1e5)
 
 
-# ------------------------------------------------------------------------------- §4: what a model keeps
+# ------------------------------------------------------------------------------------- what a model keeps
 
 
 @trap("running statistics", becomes(Row, "keep_args", ()))
@@ -370,7 +370,7 @@ def counter() -> None:
     assert float(model.steps) == 258.0
 
 
-# ------------------------------------------------------------------------------------------ §4: recomputation
+# ------------------------------------------------------------------------------------------ recomputation
 
 
 class Checkpointed(nn.Module):
@@ -562,7 +562,7 @@ def users_autocast_export() -> None:
     assert [v.dtype for n in gm.graph.nodes for v in ir.tensor_outputs(n)] == [F32] * 4
 
 
-# ------------------------------------------------------------------------------------------- §2: front ends
+# --------------------------------------------------------------------------------------------- front ends
 
 
 class Own(torch.autograd.Function):
@@ -660,7 +660,7 @@ def meta() -> None:
     assert [(r.op, r.module) for r in fast.report().rows] == [("linear", "fc"), ("exp", "")]
 
 
-# ---------------------------------------------------------------------------------- §2: what is not captured
+# ----------------------------------------------------------------------------------- what is not captured
 
 
 def broken(m: Any, y: Tensor) -> Tensor:
@@ -702,7 +702,7 @@ def not_captured(fn: Any) -> None:
     assert fast.report().not_captured
 
 
-# ------------------------------------------------------------------------------- §2: dtype-dependent Python
+# --------------------------------------------------------------------------------- dtype-dependent Python
 
 
 def explicit(m: Any, y: Tensor) -> Tensor:
@@ -835,7 +835,7 @@ def runs_twice() -> None:
     assert model.seen.calls <= 1
 
 
-# ------------------------------------------------------------------------------------ §3, §4: around the passes
+# -------------------------------------------------------------------------------------- around the passes
 
 
 @trap("outputs keep their dtypes", gives(insert_casts, "_restore_outputs", False))
@@ -853,7 +853,7 @@ def rounding() -> None:
     same(gm(normal(4)), fn(normal(4)))
 
 
-# ------------------------------------------------------------------------------------------------- the tests
+# ---------------------------------------------------------------------------------------------- the tests
 
 
 @pytest.fixture(autouse=True)

@@ -100,7 +100,8 @@ LINES = (
     "F.embedding(ids, {0})", "{0}.gather(-1, ids.expand(3, 3))", "{0}.flip(0)", "{0}.tril()", "{0}.expand(2, 3, 4)",
     "F.pad({0}, (1, 1))", "F.pad({0}, (1, 1), mode='replicate')", "F.max_pool1d({0}, 2)", "F.avg_pool1d({0}, 2)",
     "{0}.chunk(2, -1)[1]", "{0}.unbind(0)[1]",
-    # the author's own casts; a dtype read from a value that may turn low is another matter (DESIGN §2: the twin trace)
+    # the author's own casts; a dtype read from a value that may turn low is another matter
+    # (docs/design.md#the-twin-trace)
     "{0}.float()", "{0}.to(torch.bfloat16)", "{0}.half().float()", "{0}.to(torch.bfloat16).float()", "{0}.to(b.dtype)",
     "{0}.type_as(w)", "{0}.detach()", "{0}.clone()", "{0}.double()", "mask.float()", "mask.to(b.dtype)",
     # in place, on values that the program made

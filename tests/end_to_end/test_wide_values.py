@@ -238,8 +238,8 @@ def plain(name: str, kind: str, result: Tensor, given: list[Tensor]) -> Tensor:
 
 
 class Ranges:
-    """Runs a program in fp64 and tells, by DESIGN's rule written down once more, which values O2 rounds to low, and
-    whether all these are in the low dtype's range."""
+    """Runs a program in fp64 and tells, by the rule of docs/design.md#wide-values written down once more, which values
+    O2 rounds to low, and whether all these are in the low dtype's range."""
 
     def __init__(self, program: Program, x: Tensor, dtype: torch.dtype) -> None:
         self.info, self.fits, self.wide = torch.finfo(dtype), True, set()

@@ -161,8 +161,8 @@ def call_graph(index: int, through: Any) -> torch.fx.GraphModule:
 def expected(
     row: Row, level: str, low: torch.dtype, flow: torch.dtype, answers: bool, to_scalar: bool
 ) -> torch.dtype:
-    """DESIGN §3's table of levels; a FOLLOW op without a float result takes its inputs as they come. ``to_scalar``: it
-    makes one number of many, which at O2 is fp32 unless a product makes it."""
+    """The table of docs/design.md#levels; a FOLLOW op without a float result takes its inputs as they come.
+    ``to_scalar``: it makes one number of many, which at O2 is fp32 unless a product makes it."""
     reduces = row.cls in (OpClass.FOLLOW, OpClass.FP32) or row.name in ("amax", "amin")
     if to_scalar and level == "O2" and not answers and reduces:
         return F32

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class OpClass(enum.Enum):
-    """How an op may be treated. DESIGN: "Every op belongs to one class"."""
+    """How an op may be treated; every op belongs to one class (docs/design.md#op-classes)."""
 
     LOW = "low"  # heavy and safe: run in the low dtype, fp32 accumulation (white list)
     FP32 = "fp32"  # range or rounding hurts: run in fp32 (black list)
