@@ -2,7 +2,8 @@
 
 What a block's first line (``` and a word) and its text say of it:
 
-- ``python`` with ``>>>``: a doctest, compared with the output that is printed there; ``...`` stands for anything.
+- ``python`` with ``>>>``: a doctest, compared with the output that is printed there; ``...`` stands for anything, and an
+  empty line belongs to the output if more of it follows.
 - ``python``, ``toml`` that begin with ``# name.py``, ``# name.toml``: saved under that name for the blocks below.
 - ``python``: executed.
 - ``console``: each ``$ amp-compiler ...`` is run, and what it prints compared as in a doctest.
@@ -98,7 +99,9 @@ def run_block(block: Block, namespace: dict[str, Any]) -> list[str]:
 
 
 def _doctest(block: Block, namespace: dict[str, Any]) -> list[str]:
-    test = doctest.DocTestParser().get_doctest(block.text, {}, block.place, str(block.page), block.line - 1)
+    # an empty line ends the output of a doctest, unless more output follows it here
+    text = re.sub(r"^$(?=\n+(?!>>>|\n).)", "<BLANKLINE>", block.text, flags=re.MULTILINE)
+    test = doctest.DocTestParser().get_doctest(text, {}, block.place, str(block.page), block.line - 1)
     test.globs = namespace
     told = io.StringIO()
     doctest.DocTestRunner(optionflags=FLAGS).run(test, out=told.write, clear_globs=False)

@@ -74,6 +74,7 @@ def test_every_block_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pyt
     [
         ("```python\n>>> 1 + 1\n3\n```", "Expected:\n    3\nGot:\n    2"),
         ("```python\n# later.py\nx = 1\n```\n```python\n>>> from later import x; x\n2\n```", "Got:\n    1"),
+        ("```python\n>>> print('a\\n\\nb')\na\n\nc\n```", "Got:\n    a\n    <BLANKLINE>\n    b"),
         ("```console\n$ amp-compiler --version\namp-compiler 9.9\n```", "printed:\namp-compiler 0"),
         ("```console\n$ rm model.pt2\n```", "is not amp-compiler"),
         ("```sh\nmake dmo\n```", "there is no target dmo"),
