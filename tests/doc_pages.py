@@ -154,8 +154,7 @@ def _commands(block: Block) -> list[str]:
 if __name__ == "__main__":  # python tests/doc_pages.py docs/guide.md: while you write, in an empty folder
     import tempfile
 
-    for given in sys.argv[1:] or map(str, pages()):
-        path = Path(given).resolve()
+    for path in [Path(given).resolve() for given in sys.argv[1:]] or pages():
         with tempfile.TemporaryDirectory() as folder:
             os.chdir(folder)
             print(f"{path.name}:", "\n".join(run_page(path)) or "ok")
