@@ -2,8 +2,8 @@
 
 What a block's first line (``` and a word) and its text say of it:
 
-- ``python`` with ``>>>``: a doctest, compared with the output that is printed there; ``...`` stands for anything, and an
-  empty line belongs to the output if more of it follows.
+- ``python`` with ``>>>``: a doctest, compared with the output that is printed there; ``...`` stands for anything, and
+  an empty line belongs to the output if more of it follows.
 - ``python``, ``toml`` that begin with ``# name.py``, ``# name.toml``: saved under that name for the blocks below.
 - ``python``: executed.
 - ``console``: each ``$ amp-compiler ...`` is run, and what it prints compared as in a doctest.
