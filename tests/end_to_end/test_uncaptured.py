@@ -6,7 +6,6 @@ Its products run in low precision, it sees the dtypes that it would see without 
 from __future__ import annotations
 
 import copy
-import doctest
 import functools
 import logging
 import pickle
@@ -14,7 +13,6 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -762,14 +760,6 @@ def test_the_report_tells_the_shares_of_work() -> None:
     assert "captured" in str(report)
     assert fast.report().work == report.work
     assert type(report).from_json(report.to_json()).work == report.work
-
-
-def test_the_example_of_the_readme() -> None:
-    text = (Path(__file__).parents[2] / "README.md").read_text()
-    (block,) = [b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "report(inputs=" in b]
-    scope = {"nn": nn, "torch": torch, "logging": logging, "amp_compile": amp_compile}
-    example = doctest.DocTestParser().get_doctest(block, scope, "README", None, None)
-    assert doctest.DocTestRunner().run(example) == doctest.TestResults(failed=0, attempted=3)
 
 
 def test_counting_changes_nothing_of_the_model() -> None:
