@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from ..common.torch_names import OpOverload, pytree, schema_of
+from ..common.torch_names import OpOverload, pytree
 from .graphs import operands, subgraphs
 from .meta import STATE
-from .schema import is_getitem, is_higher_order, mutated_args, op_name, schema_args, tensor_args
+from .schema import is_getitem, is_higher_order, mutated_args, schema_args, signature, tensor_args
 
 #: composite ops that give back their input itself when there is nothing to do, without saying so in their schema
 MAY_RETURN_INPUT = frozenset({
@@ -35,12 +35,10 @@ def alias_classes(graph: fx.Graph) -> dict[fx.Node, int]:
         if is_getitem(node) and isinstance(node.args[0], fx.Node):
             parent[find(node)] = find(node.args[0])
         elif node.op == "call_function" and isinstance(node.target, OpOverload):
-            named = dict(schema_args(node))
-            may_return_input = op_name(node) in MAY_RETURN_INPUT
-            for argument in schema_of(node.target).arguments:
-                value = named.get(argument.name)
-                shares = argument.alias_info is not None or (may_return_input and argument.name in ("self", "input"))
-                if shares and isinstance(value, fx.Node):
+            told = signature(node.target)
+            shares = {*told.aliased, "self", "input"} if told.name in MAY_RETURN_INPUT else told.aliased
+            for name, value in schema_args(node) if shares else ():
+                if name in shares and isinstance(value, fx.Node):
                     parent[find(node)] = find(value)
     numbers: dict[fx.Node, int] = {}
     return {node: numbers.setdefault(find(node), len(numbers)) for node in graph.nodes}
@@ -48,7 +46,7 @@ def alias_classes(graph: fx.Graph) -> dict[fx.Node, int]:
 
 def written_nodes(graph: fx.Graph) -> set[fx.Node]:
     """Every node whose memory some node of the graph writes to, views of it included."""
-    written = {a for n in graph.nodes for name, a in tensor_args(n) if name in mutated_args(n)}
+    written = {a for n in graph.nodes if (names := mutated_args(n)) for name, a in tensor_args(n) if name in names}
     written |= {a for n in graph.nodes if is_higher_order(n) for a in _written_by_bodies(n)}
     if not written:
         return set()

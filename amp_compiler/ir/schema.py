@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,12 +18,37 @@ from .values import tensor_of
 OPERANDS = frozenset({"self", "other", "input", "tensors", "min", "max", "src", "source", "value", "values"})
 
 
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What an op's schema says. ``aliased``: arguments whose memory a result may be, or that are written to."""
+
+    name: str
+    overload: str
+    arguments: tuple[str, ...]
+    written: frozenset[str]
+    aliased: tuple[str, ...]
+
+
+@functools.cache  # every pass and every check asks, for every node
+def signature(op: OpOverload) -> Signature:
+    """The schema of an op, read once."""
+    schema = schema_of(op)
+    namespace, name = schema.name.split("::")
+    written = (a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    return Signature(
+        name if namespace == "aten" else f"{namespace}::{name}",
+        f"{name}.{schema.overload_name}" if schema.overload_name else name,
+        tuple(a.name for a in schema.arguments),
+        frozenset(written) if schema.is_mutable else frozenset(),
+        tuple(a.name for a in schema.arguments if a.alias_info is not None),
+    )
+
+
 def op_name(node: fx.Node) -> str:
     """A node's op as people write it: ``linear`` for ATen, ``namespace::name`` for others."""
     target = node.target
     if isinstance(target, OpOverload):
-        namespace, name = schema_of(target).name.split("::")
-        return name if namespace == "aten" else f"{namespace}::{name}"
+        return signature(target).name
     if isinstance(target, HigherOrderOperator):
         return f"higher_order::{target.name()}"
     if callable(target):
@@ -31,11 +58,7 @@ def op_name(node: fx.Node) -> str:
 
 def overload_name(node: fx.Node) -> str:
     """``conv2d.padding`` or ``linear``: the name with its overload, as the dispatcher lists it."""
-    target = node.target
-    if isinstance(target, OpOverload):
-        name = schema_of(target).name.split("::")[1]
-        return f"{name}.{schema_of(target).overload_name}" if schema_of(target).overload_name else name
-    return op_name(node)
+    return signature(node.target).overload if isinstance(node.target, OpOverload) else op_name(node)
 
 
 def is_higher_order(node: fx.Node) -> bool:
@@ -50,10 +73,8 @@ def is_getitem(node: fx.Node) -> bool:
 
 def schema_args(node: fx.Node) -> Iterator[tuple[str, Any]]:
     """(name, value) of each argument given, named by the op's schema (positions where it has none)."""
-    if isinstance(node.target, OpOverload):
-        names = [a.name for a in schema_of(node.target).arguments]
-    else:
-        names = [str(i) for i in range(len(node.args))]
+    of_op = isinstance(node.target, OpOverload)
+    names = signature(node.target).arguments if of_op else tuple(map(str, range(len(node.args))))
     yield from zip(names, node.args, strict=False)
     yield from node.kwargs.items()
 
@@ -82,11 +103,7 @@ def tensor_args(node: fx.Node) -> Iterator[tuple[str, fx.Node]]:
 
 def mutated_args(node: fx.Node) -> frozenset[str]:
     """Names of the arguments that a node writes to."""
-    if not isinstance(node.target, OpOverload) or not schema_of(node.target).is_mutable:
-        return frozenset()
-    return frozenset(
-        a.name for a in schema_of(node.target).arguments if a.alias_info is not None and a.alias_info.is_write
-    )
+    return signature(node.target).written if isinstance(node.target, OpOverload) else frozenset()
 
 
 def has_integer_operand(node: fx.Node) -> bool:
