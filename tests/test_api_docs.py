@@ -85,7 +85,9 @@ def test_examples_run(module: str) -> None:
         examples = [test for test in finder.find(value, name, module=inspect.getmodule(value)) if test.examples]
         assert any(test.name == name for test in examples), f"{name} has no example"
         for test in examples:
-            assert runner.run(test, clear_globs=False).failed == 0, test.name  # Dynamo keeps names in them
+            told: list[str] = []
+            failed = runner.run(test, out=told.append, clear_globs=False).failed  # Dynamo keeps names in the globals
+            assert failed == 0, f"{test.name}: {''.join(told)}"
 
 
 def test_every_name_has_one_place_in_the_reference() -> None:

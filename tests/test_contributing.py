@@ -23,29 +23,46 @@ from amp_compiler import Policy, amp_compile
 from amp_compiler.passes import order
 from amp_compiler.policy.ops.row import OpClass
 
-# an op: the table has it, and it follows its input
-assert Policy("O2").classify("_chunk_cat").cls is OpClass.EXACT
-class Chunks(nn.Module):
+# an op: the table has it, and the level makes it low
+assert Policy("O2").classify("_transform_bias_rescale_qkv").cls is OpClass.FOLLOW
+class Heads(nn.Module):
     def __init__(self):
         super().__init__()
-        self.fc = nn.Linear(4, 4)
+        self.fc, self.bias = nn.Linear(4, 12, bias=False), nn.Parameter(torch.zeros(12))
     def forward(self, x):
-        return torch._chunk_cat([self.fc(x), self.fc(x)], 0, 2)
-fast = amp_compile(Chunks(), dtype=torch.bfloat16)
+        return torch._transform_bias_rescale_qkv(self.fc(x), self.bias, 2)
+fast = amp_compile(Heads(), dtype=torch.bfloat16)
 with torch.no_grad():  # it has no derivative
-    fast(torch.ones(2, 4))
-assert {row.op: row.precision for row in fast.report().rows}["_chunk_cat"] == "bfloat16", fast.report().full()
+    fast(torch.ones(2, 3, 4))
+found = {row.op: row.precision for row in fast.report().rows}
+assert found == {"linear": "bfloat16", "_transform_bias_rescale_qkv": "bfloat16"}, fast.report().full()
 
 # a pass: it runs in its place, and its rewrite is in the graph that runs
 assert "fold_negations" in order.ALL
-fast = amp_compile(lambda x, w: -(-(x @ w)), dtype=torch.bfloat16)
+fast = amp_compile(lambda x, w: -(-(x @ w)) * 2, dtype=torch.bfloat16)
 x, w = torch.randn(4, 4), torch.randn(4, 4)
 with torch.no_grad():
     result = fast(x, w)
 stages = {stage.name: stage for stage in fast.history}
 assert stages["fold_negations"].modified
 assert "neg" in stages["normalize"].text and "neg" not in fast.history[-1].text
-assert torch.equal(result, (x.bfloat16().float() @ w.bfloat16().float()).bfloat16().float())
+assert torch.equal(result, (x.bfloat16().float() @ w.bfloat16().float()).bfloat16().float() * 2)
+kept = amp_compile(lambda x, w: -(-(x @ w)), dtype=torch.bfloat16, keep_output_dtypes=False)
+with torch.no_grad():
+    kept(x, w)
+assert not {stage.name: stage for stage in kept.history}["fold_negations"].modified, "a result that is returned stays"
+
+# its fact can fail
+from amp_compiler.common.errors import VerifyError
+from amp_compiler.rewrite.base import Context, Place
+from amp_compiler.rewrite.facts import UNNEGATED
+graph = torch.fx.experimental.proxy_tensor.make_fx(lambda x: -(-(x + 1)) * 2)(torch.ones(2))
+try:
+    UNNEGATED.check(graph, Context(Policy("O2")), Place("nothing"))
+except VerifyError as error:
+    assert "which is a negation itself" in str(error)
+else:
+    raise AssertionError("the check found nothing")
 
 # a kernel: it stands for the op, the report says why, and the numbers are the reference's
 fast = amp_compile(nn.Sequential(nn.Linear(8, 8), nn.SiLU()), dtype=torch.bfloat16)
@@ -99,7 +116,8 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 ["git", "apply", "--recount", "--unsafe-paths", "--unidiff-zero", f"--directory={copy}", "-"],
                 input=patch, cwd=copy, capture_output=True, text=True, check=False,
             )  # fmt: skip
-            assert done.returncode == 0, f"the patch of {recipe!r} does not apply: {done.stderr}\n{patch}"
+            hint = f"bring the recipe {recipe!r} in CONTRIBUTING.md up to date"
+            assert done.returncode == 0, f"{hint}: {done.stderr}\n{patch}"
     for folder in ("passes", "kernels"):  # as an installed package has them
         (copy / "amp_compiler" / folder).symlink_to(copy / folder)
     return copy

@@ -42,10 +42,10 @@ class ArgumentError(AmpError, ValueError):
     Examples:
         >>> from amp_compiler import ArgumentError, amp_compile
         >>> try:
-        ...     amp_compile(lambda x: x, level="O4")
+        ...     amp_compile(lambda x: x, backend="triton")
         ... except ArgumentError as error:
         ...     print(error)
-        Unknown level 'O4': choose one of O0, O1, auto, O2, O3. Did you mean 'O3'?
+        Unknown backend 'triton': choose one of auto, eager, inductor.
     """
 
 

@@ -42,7 +42,7 @@ def with_list(text: str, name: str) -> str:
 @pytest.mark.parametrize("name", LISTS)
 def test_the_list_is_up_to_date(name: str) -> None:
     text = README.read_text(encoding="utf-8")
-    assert text == with_list(text, name), "run: python tests/passes/test_readme.py"
+    assert text == with_list(text, name), "run: .venv/bin/python tests/passes/test_readme.py"
 
 
 @pytest.mark.parametrize("step", order.ALL.values(), ids=lambda s: s.name)

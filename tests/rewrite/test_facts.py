@@ -271,7 +271,7 @@ def test_the_facts_are_those_that_passes_name() -> None:
 @pytest.mark.parametrize("fact", facts.ALL.values(), ids=lambda f: f.name)
 def test_a_fact_names_the_pass_that_makes_it(fact: Any) -> None:
     makers = {p.name for p in order.ALL.values() if fact in p.ensures and fact not in p.requires}
-    assert makers == ({fact.made_by} if fact.made_by else set())
+    assert makers == ({fact.made_by} if fact.made_by else set()), "give the Fact made_by=, the pass that ensures it"
 
 
 def test_facts_of_the_outermost_graph_are_not_asked_of_those_inside() -> None:

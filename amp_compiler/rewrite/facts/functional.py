@@ -174,7 +174,7 @@ FUSED = Fact(
 )  # fmt: skip
 LOWERED = Fact(
     "lowered", Dialect.FUNCTIONAL,
-    "No low convolution, `baddbmm` or backward of attention is left on a CPU that computes it in fp32.",
+    "No op is left for which `kernels/lowering.py` has a kernel that should run here.",
     check=_lowered, made_by="lower_kernels", inside=False,
 )  # fmt: skip
 BATCHED = Fact(
