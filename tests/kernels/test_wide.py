@@ -76,13 +76,19 @@ def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wide > 0
 
 
-@pytest.mark.parametrize(("units", "wide"), [(False, True), (True, None)])
-def test_capability_decides_first(units: bool, wide: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("units", "measured", "wide"),
+    [(False, (1.0, 2.0), True), (True, (1.0, 2.0), False), (True, (1.0, 0.95), False), (True, (1.0, 0.5), True)],
+    ids=["no-units", "native-is-faster", "no-clear-difference", "wide-is-faster"],
+)
+def test_capability_decides_first(
+    units: bool, measured: tuple[float, float], wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cpu, "has_units", lambda dtype: units)
-    monkeypatch.setattr(cpu, "measure", lambda dtype: (1.0, 2.0))
+    monkeypatch.setattr(cpu, "measure", lambda dtype: measured)
     cpu.choose.cache_clear()
     chosen = cpu.choose(torch.bfloat16)
     cpu.choose.cache_clear()
-    assert chosen.wide is bool(wide)
+    assert chosen.wide is wide
     assert ("no bfloat16 units" in chosen.reason) is (not units)
     assert ("measured" in chosen.reason) is units
