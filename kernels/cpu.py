@@ -16,9 +16,11 @@ import functools
 import math
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from . import capability, registry
 
@@ -82,7 +84,10 @@ def measure(dtype: torch.dtype) -> tuple[float, float]:
     """Seconds of one product of square matrices, native and wide, the best of several each. They take turns, so that
     other work on the machine slows down both."""
     a = torch.ones(_SIZE, _SIZE, dtype=dtype)
-    runs = (lambda: torch.mm(a, a), lambda: torch.mm(a.float(), a.float()).to(dtype))
+    runs: tuple[Callable[[], Tensor], ...] = (
+        lambda: torch.mm(a, a),
+        lambda: torch.mm(a.float(), a.float()).to(dtype),
+    )
     best = [math.inf, math.inf]
     with torch.no_grad():
         for turn in range(_REPEATS + 1):  # the first turn makes the kernels ready

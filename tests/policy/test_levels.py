@@ -134,6 +134,25 @@ def test_any_row_is_a_level_that_runs(low: Treatment, fp32: Treatment, follow: T
         assert found[op] == ("bfloat16" if treatment.asks_for_low else "float32"), (op, treatment)
 
 
+@pytest.mark.parametrize("place", ["README.md", "docs/guide.md", "docs/design.md"])
+def test_the_tables_of_levels_have_every_level(place: str) -> None:
+    from pathlib import Path
+
+    text = (Path(__file__).parents[2] / place).read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    missing = [name for name in LEVELS if not any(f"`{name}`" in row for row in rows)]
+    assert missing == [], f"document the level in {place}"
+
+
+def test_help_and_docstring_name_every_level() -> None:
+    from amp_compiler.cli.common import Level as Option
+
+    told = next(item.help for item in Option.__metadata__ if getattr(item, "help", None))
+    assert [name for name in LEVELS if name not in told] == [], "name the level in the help text of --level"
+    text = amp_compile.__doc__ or ""
+    assert [name for name in LEVELS if name not in text] == [], "name the level in the docstring of amp_compile"
+
+
 def test_nothing_but_the_rows_names_levels() -> None:
     """No product code compares a level's name: it asks the row."""
     import ast
