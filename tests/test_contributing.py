@@ -23,19 +23,13 @@ from amp_compiler import Policy, amp_compile
 from amp_compiler.passes import order
 from amp_compiler.policy.ops.row import OpClass
 
-# an op: the table has it, and the level makes it low
-assert Policy("O2").classify("_transform_bias_rescale_qkv").cls is OpClass.FOLLOW
-class Heads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc, self.bias = nn.Linear(4, 12, bias=False), nn.Parameter(torch.zeros(12))
-    def forward(self, x):
-        return torch._transform_bias_rescale_qkv(self.fc(x), self.bias, 2)
-fast = amp_compile(Heads(), dtype=torch.bfloat16)
+# an op: the table has it, and what it reads is cast to fp32
+assert Policy("O2").classify("_compute_linear_combination").cls is OpClass.FP32
+fast = amp_compile(lambda x, w, c: torch._compute_linear_combination(x @ w, c), dtype=torch.bfloat16)
 with torch.no_grad():  # it has no derivative
-    fast(torch.ones(2, 3, 4))
-found = {row.op: row.precision for row in fast.report().rows}
-assert found == {"linear": "bfloat16", "_transform_bias_rescale_qkv": "bfloat16"}, fast.report().full()
+    fast(torch.ones(3, 4, 4), torch.ones(4, 4), torch.ones(2, 3))
+found = {row.op: (row.precision, row.rule) for row in fast.report().rows}
+assert found["_compute_linear_combination"] == ("float32", "table"), fast.report().full()
 
 # a pass: it runs in its place, and its rewrite is in the graph that runs
 assert "fold_negations" in order.ALL
@@ -51,6 +45,12 @@ kept = amp_compile(lambda x, w: -(-(x @ w)), dtype=torch.bfloat16, keep_output_d
 with torch.no_grad():
     kept(x, w)
 assert not {stage.name: stage for stage in kept.history}["fold_negations"].modified, "a result that is returned stays"
+def written(x):
+    b = -(-x)
+    x.add_(1)
+    return b * 1
+with torch.no_grad():
+    assert torch.equal(amp_compile(written)(torch.zeros(2)), torch.zeros(2)), "what is written to is not read later"
 
 # its fact can fail
 from amp_compiler.common.errors import VerifyError

@@ -251,7 +251,7 @@ def test_a_fact_that_does_not_hold_is_found(case: Case) -> None:
 
 def test_every_fact_has_a_case() -> None:
     """A new fact comes with a graph that lacks it, and so does a new deep check."""
-    assert {c.fact for c in CASES if not c.deep} == set(facts.ALL)
+    assert {c.fact for c in CASES if not c.deep} == set(facts.ALL), "add a Case to CASES"
     assert {c.fact for c in CASES if c.deep} == {name for name, fact in facts.ALL.items() if fact.deep is not None}
 
 
