@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 _LOGGER = re.compile(r"method: <(\w*Logger) (.+?) \(\w+\)>\.(\w+)")
 _FUNCTION = re.compile(r"\blogging\.(debug|info|warning|warn|error|exception|critical|log)\(")
-_IGNORE = "the model logs while it runs; have Dynamo skip that by torch._dynamo.config.ignore_logging_functions.add"
+_IGNORE = "the model logs while it runs; to have Dynamo skip it, call torch._dynamo.config.ignore_logging_functions.add"
 
 
 class Reason(str):
@@ -59,11 +59,12 @@ REMEDIES: dict[str, Callable[[str, str], str]] = {
     "logging.Logger method": _ignore_logger,
     "LoggingLoggerVariable()": _ignore_function,
     "builtin operator `print`": _always(
-        "the model prints while it runs; have Dynamo print at the end of the graph by "
+        "the model prints while it runs; to have Dynamo print at the end of the graph, call "
         "torch._dynamo.config.reorderable_logging_functions.add(print)"
     ),
     "Unsupported Tensor.item()": _always(
-        "values read as numbers are captured with torch._dynamo.config.capture_scalar_outputs = True"
+        "a number that is used in arithmetic or as a size is captured with "
+        "torch._dynamo.config.capture_scalar_outputs = True"
     ),
     "generic_jump TensorVariable()": _always(
         "the code branches on the value of a tensor; torch.where or torch.cond keeps it in one graph"

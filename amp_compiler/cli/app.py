@@ -66,7 +66,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="See what mixed precision makes of a PyTorch model, and ask it why.",
+    help="Show how mixed precision changes a PyTorch model, and explain why.",
 )
 for command in (dump, explain, convert, passes, doctor):
     app.command(command.NAME, help=command.HELP, epilog=command.EPILOG)(command.run)
@@ -83,7 +83,7 @@ def _version(given: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Options of the application itself."""

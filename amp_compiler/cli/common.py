@@ -53,8 +53,8 @@ Target = Annotated[
     str,
     typer.Argument(
         metavar="TARGET",
-        help="package.module:attr, file.py:attr (a module, a class or a function without arguments that gives a "
-        "model or (model, args, kwargs)) or a saved .pt2",
+        help="package.module:attr, file.py:attr (a module, a class, or a function without arguments that returns "
+        "a model or (model, args, kwargs)), or a saved .pt2 file",
         show_default=False,
     ),
 ]
@@ -63,29 +63,35 @@ Inputs = Annotated[
     typer.Option(
         "--input", "-i", metavar="[NAME=]SHAPE[:DTYPE[:BELOW]]",
         help="An example input, in order: 8x3x224x224, 2x16:int64:1000 (numbers below 1000), mask=2x16:bool; 8* is a "
-        "size that may change. Not needed where TARGET gives (model, args).",
+        "size that may change. Not needed if TARGET returns (model, args).",
     ),
 ]  # fmt: skip
 Level = Annotated[
     str, typer.Option("--level", "-l", help="O0, O1, auto, O2 or O3.", autocompletion=_levels)
 ]
 Dtype = Annotated[
-    str, typer.Option("--dtype", "-d", help="float16 or bfloat16; else the device's default.", show_default=False)
+    str,
+    typer.Option(
+        "--dtype", "-d", help="float16 or bfloat16; by default float16 on CUDA, bfloat16 elsewhere.", show_default=False
+    ),
 ]
 PolicyFile = Annotated[
     Path | None,
-    typer.Option("--policy", help="A policy file (TOML) instead of --level and --dtype.", show_default=False),
-]
-WhiteList = Annotated[list[str], typer.Option("--low", metavar="OP", help="An op to run in the low dtype.")]
+    typer.Option(
+        "--policy", show_default=False,
+        help="A policy file (TOML), instead of --level and --dtype. --low, --fp32 and --exclude are added to it.",
+    ),
+]  # fmt: skip
+WhiteList = Annotated[list[str], typer.Option("--low", metavar="OP", help="An op to run in low precision.")]
 BlackList = Annotated[list[str], typer.Option("--fp32", metavar="OP", help="An op to run in fp32.")]
-Exclude = Annotated[list[str], typer.Option("--exclude", metavar="PATTERN", help="Modules to leave in fp32.")]
+Exclude = Annotated[list[str], typer.Option("--exclude", metavar="PATTERN", help="Modules to run in fp32.")]
 Graph = Annotated[
     str,
     typer.Option(
         "--graph", "-g", help="forward (with its casts, before autodiff), inference or joint (with the backward)."
     ),
 ]
-Capture = Annotated[str, typer.Option("--capture", help="The front end: export, dynamo, or auto (export if it can).")]
+Capture = Annotated[str, typer.Option("--capture", help="Front end: export, dynamo, or auto (export where it works).")]
 Disable = Annotated[
     list[str], typer.Option("--disable", metavar="PASS", help="A pass to leave out.", autocompletion=_passes)
 ]
@@ -103,8 +109,8 @@ Module = Annotated[
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to a file.", show_default=False)
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no notes: the result alone.")]
-Json = Annotated[bool, typer.Option("--json", help="The result as JSON.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only, without progress and notes.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Debug = Annotated[
     bool, typer.Option("--debug", help="Show the traceback of an error.", callback=_debug, is_eager=True)
 ]

@@ -33,20 +33,20 @@ def run(
     dtype: c.Dtype = "",
     output: c.Output = None,
     onnx: Annotated[
-        Path | None, typer.Option("--onnx", metavar="FILE", help="Write ONNX too.", show_default=False)
+        Path | None, typer.Option("--onnx", metavar="FILE", help="Also write an ONNX file.", show_default=False)
     ] = None,
     policy: c.PolicyFile = None,
     low: c.WhiteList = [],  # noqa: B006
     fp32: c.BlackList = [],  # noqa: B006
     exclude: c.Exclude = [],  # noqa: B006
     cast_params: Annotated[
-        bool, typer.Option("--cast-params/--keep-params", help="Store weights low where they are used low.")
+        bool, typer.Option("--cast-params/--keep-params", help="Store weights in the precision in which they are used.")
     ] = True,
     keep_io: Annotated[
         bool, typer.Option("--keep-io/--low-io", help="Inputs and outputs keep the dtypes of the fp32 model.")
     ] = True,
     disable: c.Disable = [],  # noqa: B006
-    full: Annotated[bool, typer.Option("--full", help="Print every op and why, not a summary by module.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Print every op with its reason, not a summary.")] = False,
     as_json: c.Json = False,
     quiet: c.Quiet = False,
     debug: c.Debug = False,

@@ -11,10 +11,10 @@ import typer
 from . import common as c
 
 NAME = "doctor"
-HELP = "Look at this machine (torch, CPU, GPUs, what each dtype costs here) and, if given, at a model's shapes."
+HELP = "Inspect this machine: torch, CPU, GPUs and the speed of each dtype, and, if given, the shapes of a model."
 EXAMPLES = ("amp-compiler doctor", "amp-compiler doctor model.py:make --json")
 EPILOG = c.examples(EXAMPLES)
-_NUMBERS = ("torch, ms", "here, ms", "× fp32", "GFLOP/s")
+_NUMBERS = ("torch ms", "chosen ms", "× fp32", "GFLOP/s")
 
 
 def run(
@@ -51,7 +51,7 @@ def run(
     for name, value in facts.items():
         out.print(f"[bold]{name:<13}[/bold] {value}", soft_wrap=True)
     table = Table(title=f"\nA product of {SIZE} × {SIZE} matrices", title_justify="left", box=None, pad_edge=False)
-    for column in ("device", "dtype", "torch, ms", "here, ms", "× fp32", "GFLOP/s", "kernel", "runs on"):
+    for column in ("device", "dtype", *_NUMBERS, "kernel", "runs on"):
         table.add_column(column, justify="right" if column in _NUMBERS else "left", overflow="fold")
     for s in machine.speeds:
         table.add_row(

@@ -46,15 +46,15 @@ def run(
         ),
     ] = None,
     summary: Annotated[
-        bool, typer.Option("--summary", "-s", help="The report instead of every op: by module, and what is unusual.")
+        bool, typer.Option("--summary", "-s", help="Print the report by module instead of every op.")
     ] = False,
     graph: c.Graph = "forward",
     after: c.After = None,
-    diff: Annotated[bool, typer.Option("--diff", help="What changed: before against after the passes.")] = False,
+    diff: Annotated[bool, typer.Option("--diff", help="Show what the passes changed.")] = False,
     against: Annotated[
         str | None,
         typer.Option(
-            "--against", metavar="LEVEL|POLICY", help="With --diff: this level or policy file against the one above.",
+            "--against", metavar="LEVEL|POLICY", help="With --diff: compare with this level or policy file.",
             show_default=False,
         ),
     ] = None,

@@ -11,7 +11,7 @@ from ..common.errors import ArgumentError
 from . import common as c
 
 NAME = "explain"
-HELP = "Tell why ops have their precision: the chain of reasons from the rule to the node, and the casts around it."
+HELP = "Explain why ops have their precision: the chain of reasons, from the node to the rule, and the casts around it."
 EXAMPLES = (
     "amp-compiler explain model.py:make --op softmax",
     "amp-compiler explain model.py:make --node linear --level O1",

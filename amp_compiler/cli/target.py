@@ -51,7 +51,7 @@ def load(target: str, inputs: Sequence[str] = ()) -> Loaded:
     where, _, name = target.rpartition(":")
     if not where or not name:
         raise ArgumentError(
-            f"TARGET {target!r} is none of package.module:attr, file.py:attr, model.pt2: which attribute is the model?"
+            f"TARGET {target!r} does not name a model: write package.module:attr, file.py:attr or a .pt2 file."
         )
     module = _import(where)
     named: Any = module

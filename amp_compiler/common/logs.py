@@ -18,7 +18,7 @@ from .notice import QUIET, SETTING
 
 TOPICS = {
     "passes": "each pass: seconds, nodes, whether it changed anything",
-    "casts": "each cast that came or went",
+    "casts": "each cast that was added or removed",
     "capture": "what was captured, by which front end, and what was not",
 }
 

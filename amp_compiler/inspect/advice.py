@@ -100,13 +100,13 @@ def measure(device: str, dtype: torch.dtype) -> Speed:
     a = torch.ones(SIZE, SIZE, dtype=dtype, device=device)
     native = _best(lambda: torch.mm(a, a), device)
     if dtype is torch.float32:
-        return Speed(device, dtype_name(dtype), native, native, "its own units")
+        return Speed(device, dtype_name(dtype), native, native, "native fp32 units")
     if device != "cpu":
         return Speed(device, dtype_name(dtype), native, native, "the GPU's units")
     if not cpu.runs_wide(dtype):
-        return Speed(device, dtype_name(dtype), native, native, f"its own units: {cpu.reason(dtype)}")
+        return Speed(device, dtype_name(dtype), native, native, f"native units: {cpu.reason(dtype)}")
     ours = _best(lambda: torch.ops.amp.cast_matmul.default(a, a, None, dtype, dtype), device)
-    how = f"fp32 units between two roundings: {cpu.reason(dtype)}"
+    how = f"fp32 units, between two roundings: {cpu.reason(dtype)}"
     return Speed(device, dtype_name(dtype), native, ours, how, "amp::cast_matmul")
 
 
@@ -131,7 +131,7 @@ def advise(machine: Machine) -> list[str]:
             name = dtype_name(dtype)
             found.append(
                 f"This CPU has no {name} units: {name} saves memory, not time. Products run in fp32 between two "
-                "roundings, with the numerics of a GPU, so it serves to develop and test them."
+                "roundings, with the numerics of a GPU, so you can develop and test them here."
             )
     for gpu in machine.gpus:
         have = ".".join(map(str, gpu.capability))

@@ -6,7 +6,7 @@ import enum
 
 
 class Rule(enum.StrEnum):
-    """The kind of rule behind a decision. Its value stands in reports and files; ``words`` says who or what decided.
+    """The kind of rule behind a decision. Its value appears in reports and files; ``words`` says who or what decided.
 
     >>> Rule.WHITE_LIST == "white_list", Rule.WHITE_LIST.words
     (True, 'your white list')
@@ -33,31 +33,31 @@ class Rule(enum.StrEnum):
     AUTOCAST = "autocast", "torch.autocast's lists"
 
     # what the model's code says
-    REGION = "region", "a region in the model's code"
+    REGION = "region", "a precision scope or an autocast region in the model's code"
     AUTHOR = "author", "the model's code"
-    FOLLOWS = "follows", "the model's code, which follows a dtype"
+    FOLLOWS = "follows", "the model's code, which uses the dtype of another tensor"
     ASKED = "asked", "the model's code, which asked for fp32"
     EXPLICIT_DTYPE = "explicit_dtype", "an explicit dtype= argument"
     ALREADY_LOW = "already_low", "the model's own code"
     UNSURE = "unsure", "code that branches on the dtype"
-    CREATION = "creation", "the op makes a tensor"
+    CREATION = "creation", "the op creates a tensor"
 
     # what the values allow
-    CONSTANT = "constant", "a constant that the low dtype cannot hold"
-    NEUTRAL = "neutral", "constants of the model's code alone"
-    WIDE = "wide", "a value that an fp32 op made, or that is one number"
+    CONSTANT = "constant", "a constant that the low-precision dtype cannot represent"
+    NEUTRAL = "neutral", "computed from constants only"
+    WIDE = "wide", "computed from an fp32 result, or a scalar"
     STATE = "state", "a value that is kept between calls"
-    IN_PLACE = "in_place", "what it writes to"
-    VIEW = "view", "a tensor that is written to, of which it is a view"
+    IN_PLACE = "in_place", "the tensor that it writes to in place"
+    VIEW = "view", "a view of a tensor that is written to in place"
     UNTOUCHED = "untouched", "an input whose dtype is never changed"
     NO_FLOAT = "no_float", "no floating-point input"
-    INPUT = "input", "an input"
+    INPUT = "input", "the dtype of its input"
     FP32_INSIDE = "fp32_inside", "the op table: fp32 inside the kernel"
-    FP32_ONLY = "fp32_only", "torch, which has no low kernel for it"
-    STORED_LOW = "stored_low", "a weight that the conversion stores in the low dtype"
+    FP32_ONLY = "fp32_only", "torch has no low-precision kernel for it"
+    STORED_LOW = "stored_low", "a weight that the conversion stores in low precision"
 
     # nodes that hold others, or that passes add
-    SELECTED = "getitem", "the op that it is an output of"
+    SELECTED = "getitem", "the op whose output it is"
     TRANSPARENT = "transparent", "the ops inside it"
     SEALED = "sealed", "a higher-order op, whose inputs and outputs keep their dtypes"
     OPAQUE = "opaque", "a custom autograd function, which keeps its dtypes"

@@ -55,12 +55,10 @@ class Backend:
             self.state.not_captured.append(str(reason))
         refused = why_not(gm)
         if refused is not None:
-            self.state.leave(f"a graph runs in the precision it has: {refused}")
+            self.state.leave(f"a graph runs unchanged: {refused}")
             self.state.not_captured.append(f"a graph: {refused}")
             return gm.forward
-        with _guarded(
-            self.state, "a graph could not be rewritten and runs in the precision it has"
-        ) as rewritten:
+        with _guarded(self.state, "a graph could not be rewritten and runs unchanged") as rewritten:
             graph = self.rewrite(gm, example_inputs)
         if not rewritten:
             return gm.forward

@@ -123,7 +123,7 @@ class Captured:
 
     def _nothing_captured(self, reason: str | None) -> None:
         """A call went by and there is no graph: fine if there was nothing to capture, else say so, once."""
-        how = "in the precision it has" if self._outside is None else "with products under torch.autocast"
+        how = "unchanged" if self._outside is None else "with products under torch.autocast"
         text = f"no tensor op was captured: the model runs as plain Python, {how}"
         self.state.note(text)
         if reason is not None and "nothing" not in self.state.warned:
@@ -142,9 +142,12 @@ def _explain(error: Exception, fullgraph: bool) -> Exception | None:
     if dynamo.is_over_limit(error):
         return CaptureError(dynamo.RECOMPILE_LIMIT_REACHED)
     if dynamo.is_unsupported(error) or (fullgraph and dynamo.is_dynamo_error(error)):
+        where = dynamo.users_line(error)
+        place = f" at {where.removesuffix(': ')}" if where else ""
         return CaptureError(
-            f"With fullgraph=True the model must be one graph, and it is not: {first_line(error)}",
-            source=dynamo.users_line(error),
+            f"With fullgraph=True the model must be a single graph, but it has a graph break{place} "
+            f"({first_line(error).rstrip('. ')}).",
+            source=where,
             hint="Leave fullgraph off to compile the pieces, or take that code out of forward.",
         )
     return None

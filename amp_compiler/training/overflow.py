@@ -133,15 +133,17 @@ def _of_op(probe: Probe, phase: str, seen: Seen, known: Circumstances, of: str) 
     maker = probe.seen.get(cast.sources[0]) if phase == "backward" and cast is not None and cast.sources else None
     dtype = next((t.dtype for t in _tensors(maker or seen)), None)  # the gradient of a cast has the dtype of its input
     name = "" if dtype is None else dtype_name(dtype)
+    own = next((dtype_name(t.dtype) for t in _tensors(seen)), name)
     value = seen.value if phase == "forward" else _gradient_kind(probe, seen)
-    made = "gives" if phase == "forward" else "gives, in its backward,"
+    made = "gives" if phase == "forward" else "gives in its backward"
     what = "a custom autograd function" if op == "autograd_function_apply" else op
-    text = f"The first value that is not finite{of}: {what} ({name}) {made} {value}."
+    text = f"The first value that is not finite{of}: {what} ({own}) {made} {value}."
     module = ir.module_path(node)
     if maker is not None and not known.finite_unscaled:
         place, by = ir.module_path(maker.node), ir.op_name(maker.node)
         lists = [f"exclude=['{place}']"] * bool(place) + [f"black_list=['{by}']"] + ["dtype=torch.bfloat16"]
-        advice = f"The gradient does not fit {name} where it goes back to {by}: {', or '.join(lists)}."
+        where = f" (module {place})" if place else ""
+        advice = f"The gradient overflows when it is cast to {name} for {by}{where}: {', or '.join(lists)}."
     else:
         advice = _advice(phase, seen, op, module, name, known)
     return _Answer(text, advice, phase, value, op, module, _source(node), name)

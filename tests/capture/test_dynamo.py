@@ -537,5 +537,5 @@ def test_model_of_plain_python_is_reported() -> None:
 
 def test_fullgraph_refuses_a_break() -> None:
     model, args = NETWORKS["graph_break"]()
-    with pytest.raises(CaptureError, match="must be one graph"):
+    with pytest.raises(CaptureError, match="must be a single graph"):
         compiled(model, fullgraph=True)(*args)

@@ -18,7 +18,7 @@ WRONG = {
     "broken file": (["dump", "broken.py:model"], "ValueError: half written (at "),
     "no attribute": (["dump", "model.py:nothing"], "model.py has no attribute 'nothing'. It has Block, Net"),
     "no attribute named": (["dump", "model.py"], "no torch.export archive"),
-    "neither": (["dump", "something"], "which attribute is the model?"),
+    "neither": (["dump", "something"], "does not name a model: write package.module:attr"),
     "no model": (["dump", "model.py:number"], "is a int: a module, a class or a function"),
     "arguments": (["dump", "model.py:needs"], "takes arguments (width)"),
     "a factory that fails": (["dump", "model.py:fails"], "RuntimeError: no weights here"),

@@ -108,6 +108,8 @@ def test_a_model_that_is_not_one_graph_names_the_line() -> None:
     with pytest.raises(CaptureError) as caught:
         amp_compile(Breaks(), fullgraph=True)(torch.ones(2))
     assert caught.value.source.endswith("in forward: torch._dynamo.graph_break()")
+    assert f"a graph break at {caught.value.source} (" in str(caught.value)
+    assert str(caught.value).endswith(f"). {caught.value.hint}")
     assert caught.value.hint.startswith("Leave fullgraph off")
 
 

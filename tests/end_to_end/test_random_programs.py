@@ -101,7 +101,7 @@ LINES = (
     "F.pad({0}, (1, 1))", "F.pad({0}, (1, 1), mode='replicate')", "F.max_pool1d({0}, 2)", "F.avg_pool1d({0}, 2)",
     "{0}.chunk(2, -1)[1]", "{0}.unbind(0)[1]",
     # the author's own casts; a dtype read from a value that may turn low is another matter
-    # (docs/design.md#the-twin-trace)
+    # (docs/design.md#the-second-trace)
     "{0}.float()", "{0}.to(torch.bfloat16)", "{0}.half().float()", "{0}.to(torch.bfloat16).float()", "{0}.to(b.dtype)",
     "{0}.type_as(w)", "{0}.detach()", "{0}.clone()", "{0}.double()", "mask.float()", "mask.to(b.dtype)",
     # in place, on values that the program made

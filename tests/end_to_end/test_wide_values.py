@@ -238,8 +238,9 @@ def plain(name: str, kind: str, result: Tensor, given: list[Tensor]) -> Tensor:
 
 
 class Ranges:
-    """Runs a program in fp64 and tells, by the rule of docs/design.md#wide-values written down once more, which values
-    O2 rounds to low, and whether all these are in the low dtype's range."""
+    """Runs a program in fp64 and tells which values O2 rounds to low, by the rule of
+    docs/design.md#values-that-are-kept-in-fp32 written down once more, and whether all these are in the low dtype's
+    range."""
 
     def __init__(self, program: Program, x: Tensor, dtype: torch.dtype) -> None:
         self.info, self.fits, self.wide = torch.finfo(dtype), True, set()

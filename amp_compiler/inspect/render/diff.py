@@ -1,4 +1,4 @@
-"""Two graphs of one model side by side: which ops changed precision, which casts came and went."""
+"""Two graphs of one model side by side: which ops changed precision, which casts were added and removed."""
 
 from __future__ import annotations
 
@@ -108,11 +108,11 @@ def table(found: Difference, width: int = 120) -> list[Text]:
         )  # fmt: skip
         line.truncate(width, overflow="ellipsis")
         lines.append(line)
-    for what, sign, nodes in (("came", "+", found.came), ("went", "-", found.went)):
+    for what, sign, nodes in (("added", "+", found.came), ("removed", "-", found.went)):
         if nodes:
             lines += [Text(), Text(f"{count(len(nodes), 'op')} {what}", style="bold")]
             lines += [Text(f"  {sign} {n.name} ({n.op})") for n in nodes]
-    for what, sign, casts in (("came", "+", found.casts_came), ("went", "-", found.casts_went)):
+    for what, sign, casts in (("added", "+", found.casts_came), ("removed", "-", found.casts_went)):
         total = sum(nbytes for _, _, nbytes, _ in casts)
         lines += [Text(), Text(f"{count(len(casts), 'cast')} {what} ({size(total)})", style="bold")]
         for source, to, nbytes, part in casts:

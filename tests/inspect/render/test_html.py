@@ -131,7 +131,7 @@ def test_a_person_looks_at_an_encoder(browser: Chromium, encoder: Inspection, tm
     browser.run("{ const s = document.getElementById('slider'); s.value = 4; s.dispatchEvent(new Event('input')); }")
     assert browser.text("#stages .now") == "insert_casts"
     assert browser.text("#totals") != casts, "the slider changes the picture"
-    assert "casts and 0 nodes came" in browser.text("#told")
+    assert "casts and 0 nodes added" in browser.text("#told")
     browser.click("#open")
     assert browser.run("document.querySelectorAll('.op.new').length") > 20, "what a pass added is marked"
     browser.key("ArrowLeft")

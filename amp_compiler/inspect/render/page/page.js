@@ -435,7 +435,7 @@
       const other = stage.nodes.filter(n => old.has(n.name) && old.get(n.name).precision !== n.precision && n.kind === "call");
       const of = (found, word) => found.length ? [`${many(found.filter(n => n.kind === "cast").length, "cast")} and `
         + `${many(found.filter(n => n.kind !== "cast").length, "node")} ${word}`] : [];
-      told = [...of(came, "came"), ...of(went, "went"), ...(other.length ? [`${many(other.length, "op")} changed precision`] : [])].join(", ")
+      told = [...of(came, "added"), ...of(went, "removed"), ...(other.length ? [`${many(other.length, "op")} changed precision`] : [])].join(", ")
         || "only notes on nodes changed";
     } else if (before && before.graph !== stage.graph) told = "the graph as torch gives it back";
     $("told").replaceChildren(element("b", {}, stage.name), told ? ": " + told : "");
