@@ -86,6 +86,7 @@ def run_block(block: Block, namespace: dict[str, Any]) -> list[str]:
         return _doctest(block, namespace)
     if file := _FILE.match(block.text):
         Path(file["name"]).write_text(block.text, encoding="utf-8")
+        sys.modules.pop(Path(file["name"]).stem, None)  # another test's module of that name
     elif block.kind == "python":
         # the page's own file and lines, so that a traceback and a report name them
         exec(compile("\n" * (block.line - 1) + block.text, str(block.page), "exec"), namespace)

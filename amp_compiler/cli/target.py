@@ -86,7 +86,7 @@ def _import(where: str) -> ModuleType:
             raise ArgumentError(f"There is no file {where}.")
         spec = importlib.util.spec_from_file_location(path.stem, path)
         if spec is None or spec.loader is None:
-            raise ArgumentError(f"{where} is no Python file.")
+            raise ArgumentError(f"{where} is not a Python file.")
         sys.path.insert(0, str(path.parent))
         module = importlib.util.module_from_spec(spec)
         sys.modules.setdefault(path.stem, module)
@@ -177,7 +177,7 @@ def parse_inputs(texts: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any],
         name, _, rest = text.rpartition("=")
         value, free = parse_input(rest, generator)
         if name and not name.isidentifier():
-            raise ArgumentError(f"--input {text!r}: {name!r} is no argument name. Forms: {_FORMS}.")
+            raise ArgumentError(f"--input {text!r}: {name!r} is not an argument name. Forms: {_FORMS}.")
         if not name and kwargs:
             raise ArgumentError(f"--input {text!r}: inputs by name come after those by position.")
         dynamic[name or len(args)] = dict.fromkeys(free, torch.export.Dim.DYNAMIC)

@@ -161,7 +161,7 @@ class CheckpointError(AmpError, RuntimeError):
         ...     step.load_state_dict(model.state_dict())
         ... except CheckpointError as error:
         ...     print(str(error).partition(" (")[0])
-        This is no checkpoint of a training step
+        This is not a checkpoint of a training step
     """
 
 

@@ -63,11 +63,11 @@ def load_any(path: str | os.PathLike[str]) -> ConvertedModel | torch.export.Expo
         raise ArchiveError(f"The file {source} cannot be read: {error.strerror or error}.") from error
     except zipfile.BadZipFile as error:
         hint = f" For a model in that file write {source}:name." if source.suffix == ".py" else ""
-        raise ArchiveError(f"{source} is no torch.export archive, or it is cut off: {error}.{hint}") from error
+        raise ArchiveError(f"{source} is not a torch.export archive, or it is cut off: {error}.{hint}") from error
     except Unsafe as error:
         raise ArchiveError(f"{source} is refused: {error}. It could run code when it is loaded.") from error
     except AmpError:
         raise
     except Exception as error:  # torch's reader gives many kinds of errors on a damaged or foreign file
         first = first_line(error, named=True, limit=200)
-        raise ArchiveError(f"{source} is no program of torch.export, or it is damaged: {first}") from error
+        raise ArchiveError(f"{source} is not a torch.export program, or it is damaged: {first}") from error

@@ -91,12 +91,12 @@ def check_program(text: str | bytes) -> None:
             _check_expression(value)
         elif key in ("name", "as_name"):
             if value and not _IDENTIFIER.fullmatch(value):
-                raise Unsafe(f"{value!r} is no name of a value")
+                raise Unsafe(f"{value!r} is not the name of a value")
         elif key.endswith("_name") and not _PATH.fullmatch(value):
-            raise Unsafe(f"{value!r} is no path of a weight")
+            raise Unsafe(f"{value!r} is not the path of a weight")
     for node in _nodes(program):
         if not _is_op(str(node.get("target", ""))):
-            raise Unsafe(f"a node calls {node.get('target')!r}, which is no op that torch or an imported package has")
+            raise Unsafe(f"a node calls {node.get('target')!r}, which is not an op of torch or an imported package")
     for guard in program.get("guards_code", ()):
         _check_guard(str(guard))
     for entry in program.get("graph_module", {}).get("module_call_graph", ()):
@@ -127,7 +127,7 @@ def _check_expression(text: str) -> None:
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             fine = _SYMBOL.fullmatch(node.value) is not None
         if not fine:
-            raise Unsafe(f"{text!r} is no size")
+            raise Unsafe(f"{text!r} is not a size")
 
 
 def _check_guard(text: str) -> None:
@@ -141,7 +141,7 @@ def _check_guard(text: str) -> None:
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             fine = _PATH.fullmatch(node.value) is not None
         if not fine:
-            raise Unsafe(f"{text!r} is no condition on sizes")
+            raise Unsafe(f"{text!r} is not a condition on sizes")
 
 
 def _parsed(text: str, otherwise: str) -> Iterator[ast.AST]:

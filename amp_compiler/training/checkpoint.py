@@ -179,8 +179,8 @@ def _check_whole(state: Any) -> None:
     if not isinstance(state.get("format"), str) or state["format"] != FORMAT:
         looks = "a loss scaler's" if "growth_factor" in state else "a model's or an optimizer's"
         raise CheckpointError(
-            f"This is no checkpoint of a training step (its 'format' is missing or another); it may be {looks}: load "
-            "it into that object instead."
+            f"This is not a checkpoint of a training step (its 'format' is missing or unknown); it may be {looks}: "
+            "load it into that object instead."
         )
     if not isinstance(state.get("version"), int) or state["version"] != VERSION:
         raise CheckpointError(

@@ -17,7 +17,7 @@ WRONG = {
     "no file": (["dump", "missing.py:model"], "There is no file missing.py"),
     "broken file": (["dump", "broken.py:model"], "ValueError: half written (at "),
     "no attribute": (["dump", "model.py:nothing"], "model.py has no attribute 'nothing'. It has Block, Net"),
-    "no attribute named": (["dump", "model.py"], "no torch.export archive"),
+    "no attribute named": (["dump", "model.py"], "not a torch.export archive"),
     "neither": (["dump", "something"], "does not name a model: write package.module:attr"),
     "no model": (["dump", "model.py:number"], "is a int: a module, a class or a function"),
     "arguments": (["dump", "model.py:needs"], "takes arguments (width)"),
@@ -95,7 +95,7 @@ def bad_files(folder: Path) -> dict[str, str]:
         for name, content in files.items():
             archive.writestr(name, content.replace(b"torch.ops.aten.linear.default", b"torch.os.system"))
     return {
-        "text": "no torch.export archive", "empty": "no torch.export archive", "zip": "zip.pt2", "cut": "cut off",
+        "text": "not a torch.export archive", "empty": "not a torch.export archive", "zip": "zip.pt2", "cut": "cut off",
         "evil": "evil.pt2 is refused",
     }  # fmt: skip
 

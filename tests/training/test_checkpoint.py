@@ -262,7 +262,7 @@ GRAD_SCALER = torch.amp.GradScaler("cpu").state_dict()
 WHOLE = {
     "None": (None, "dictionary, not a NoneType.*step.state_dict"),
     "a list": ([1], "dictionary, not a list"),
-    "an empty one": ({}, "no checkpoint of a training step"),
+    "an empty one": ({}, "not a checkpoint of a training step"),
     "a scaler's": (GRAD_SCALER, "loss scaler's: load it into that object"),
     "a model's": (nn.Linear(2, 2).state_dict(), "a model's or an optimizer's: load"),
     "another version": ({"format": "amp_compiler.TrainStep", "version": 99}, "version 99"),
