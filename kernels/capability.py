@@ -39,7 +39,7 @@ def chosen() -> Kind:
     """The kind that ``AMP_CPU_CAPABILITY`` names, or this machine's own."""
     setting = os.environ.get(SETTING) or "native"
     if setting not in KINDS:
-        raise ValueError(f"{SETTING}={setting!r} is none of: {', '.join(KINDS)}.")
+        raise ValueError(f"{SETTING}={setting!r} is not one of: {', '.join(KINDS)}.")
     kind = KINDS[setting]
     missing = sorted((kind.extensions or frozenset()) - set(_all()))
     if missing:

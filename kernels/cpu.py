@@ -44,7 +44,7 @@ def setting() -> str:
     """What ``AMP_CPU_KERNELS`` asks for; unset and empty are "auto", an unknown value is a ``ValueError``."""
     asked = os.environ.get(SETTING) or "auto"
     if asked not in CHOICES:
-        raise ValueError(f"{SETTING}={asked!r} is none of: {', '.join(CHOICES)}.")
+        raise ValueError(f"{SETTING}={asked!r} is not one of: {', '.join(CHOICES)}.")
     return asked
 
 

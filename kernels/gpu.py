@@ -18,7 +18,7 @@ def setting() -> str:
     """What ``AMP_GPU_KERNELS`` asks for, "triton" or "torch"; unset and empty are "triton"."""
     asked = os.environ.get(SETTING) or "triton"
     if asked not in ("triton", "torch"):
-        raise ValueError(f"{SETTING}={asked!r} is none of: triton, torch.")
+        raise ValueError(f"{SETTING}={asked!r} is not one of: triton, torch.")
     return asked
 
 

@@ -702,7 +702,7 @@ def test_wrong_arguments(call, says):
 @pytest.mark.parametrize("name", ["AMP_CPU_KERNELS", "AMP_GPU_KERNELS", "AMP_CPU_CAPABILITY"])
 def test_a_wrong_environment_variable_is_told_before_anything_runs(name, monkeypatch):
     monkeypatch.setenv(name, "fastest")
-    with pytest.raises(ArgumentError, match=f"{name}='fastest' is none of: .*unset it"):
+    with pytest.raises(ArgumentError, match=f"{name}='fastest' is not one of: .*unset it"):
         amp_compile(linear())
     monkeypatch.setenv(name, "")  # as in a shell script that clears it
     fast = amp_compile(linear())

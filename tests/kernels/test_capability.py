@@ -47,7 +47,7 @@ def test_avx2_is_an_older_cpu_for_kernels_and_choices(monkeypatch: pytest.Monkey
 
 def test_a_wrong_name_is_an_error_that_lists_the_right_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     has(monkeypatch, NEWEST, "avx3")
-    with pytest.raises(ValueError, match=r"AMP_CPU_CAPABILITY='avx3' is none of: native, avx512, avx2, baseline"):
+    with pytest.raises(ValueError, match=r"AMP_CPU_CAPABILITY='avx3' is not one of: native, avx512, avx2, baseline"):
         capability.features()
 
 

@@ -36,5 +36,5 @@ def test_without_triton_or_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_wrong_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(gpu.SETTING, "cuda")
-    with pytest.raises(ValueError, match="AMP_GPU_KERNELS='cuda' is none of: triton, torch"):
+    with pytest.raises(ValueError, match="AMP_GPU_KERNELS='cuda' is not one of: triton, torch"):
         gpu.uses_triton(CUDA)

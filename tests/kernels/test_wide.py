@@ -69,7 +69,7 @@ def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu.choose(torch.bfloat16, "python").wide
     assert not cpu.choose(torch.float16, "native").wide
     monkeypatch.setenv(cpu.SETTING, "fast")
-    with pytest.raises(ValueError, match="AMP_CPU_KERNELS='fast' is none of"):
+    with pytest.raises(ValueError, match="AMP_CPU_KERNELS='fast' is not one of"):
         cpu.runs_wide(torch.float16)
     native, wide = cpu.measure(torch.bfloat16)
     assert native > 0
