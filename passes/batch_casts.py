@@ -20,42 +20,18 @@ from amp_compiler import ir
 from amp_compiler.rewrite.base import Context, Dialect, Pass
 from amp_compiler.rewrite.conditions import EAGER
 from amp_compiler.rewrite.facts import BATCHED, FOLDED
-from amp_compiler.rewrite.facts.functional import FEWEST, LARGEST
+from amp_compiler.rewrite.facts.functional import alike_casts
 
 aten = torch.ops.aten
 
 
 def run(gm: fx.GraphModule, ctx: Context) -> bool:
-    graph = gm.graph
-    frozen = ir.written_nodes(graph) | ir.output_nodes(graph)
-    groups: dict[tuple[torch.dtype, torch.dtype, torch.device], list[fx.Node]] = {}
-    for node in graph.nodes:
-        checkpointed = "recompute" in node.meta or "ac_graph_id" in node.meta  # the partitioner decides where it runs
-        if ir.is_float_cast(node) and node not in frozen and not checkpointed:
-            value = _small_input(ir.cast_source(node))
-            if value is not None and ir.cast_source(node) not in frozen:
-                groups.setdefault((value.dtype, ir.cast_dtype(node), value.device), []).append(node)
-    modified = False
-    for (_, dtype, _), casts in groups.items():
-        if len(casts) >= FEWEST:
-            _batch(graph, casts, dtype)
-            modified = True
-    if modified:
+    groups = alike_casts(gm.graph)
+    for casts in groups:
+        _batch(gm.graph, casts, ir.cast_dtype(casts[0]))
+    if groups:
         gm.recompile()
-    return modified
-
-
-def _small_input(node: fx.Node) -> torch.Tensor | None:
-    value = ir.tensor_of(node)
-    if (
-        node.op != "placeholder"
-        or value is None
-        or value.dim() != 1
-        or str(node.target).startswith("tangents")
-    ):
-        return None
-    size = value.shape[0]
-    return value if isinstance(size, int) and 0 < size <= LARGEST and value.is_contiguous() else None
+    return bool(groups)
 
 
 def _batch(graph: fx.Graph, casts: list[fx.Node], dtype: torch.dtype) -> None:

@@ -27,9 +27,9 @@ from amp_compiler.kernels import cast_matmul as _defines_cast_matmul  # noqa: F4
 from amp_compiler.kernels.cpu import reason, runs_wide
 from amp_compiler.rewrite.base import Context, Dialect, Pass
 from amp_compiler.rewrite.facts import FOLDED, FUSED
+from amp_compiler.rewrite.facts.functional import PRODUCTS, takes_bias
 
 aten = torch.ops.aten
-PRODUCTS = {aten.mm.default, aten.bmm.default, aten.addmm.default}
 #: ops that only name the elements in another order: a cast commutes with them, and a product reads through them
 _VIEWS = {aten.t.default, aten.transpose.int, aten.permute.default}
 
@@ -61,10 +61,7 @@ def _is_low_product(node: fx.Node, devices: Sequence[str]) -> bool:
         return False
     if value.device.type == "cpu" and not runs_wide(value.dtype):
         return False  # a CPU with low-precision units: torch's own product is the faster one
-    if node.target is aten.addmm.default:
-        bias = ir.tensor_of(node.args[0]) if isinstance(node.args[0], fx.Node) else None
-        return bias is not None and bias.dim() == 1 and not node.kwargs
-    return not node.kwargs
+    return takes_bias(node) and not node.kwargs
 
 
 def _operands(node: fx.Node) -> list[fx.Node | None]:

@@ -15,9 +15,9 @@ from __future__ import annotations
 from torch import fx
 
 from amp_compiler import ir
-from amp_compiler.kernels.lowering import BY_OP
 from amp_compiler.rewrite.base import Context, Dialect, Pass
 from amp_compiler.rewrite.facts import FOLDED, LOWERED
+from amp_compiler.rewrite.facts.functional import wanted_kernel
 
 
 def run(gm: fx.GraphModule, ctx: Context) -> bool:
@@ -25,14 +25,11 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
         return False
     modified = False
     for node in gm.graph.nodes:
-        lowering = BY_OP.get(node.target) if node.op == "call_function" else None
-        if lowering is None:
-            continue
-        why = lowering.why([v for _, a in ir.tensor_args(node) if (v := ir.tensor_of(a)) is not None])
+        kernel, why = wanted_kernel(node)
         if why:
             node.meta[ir.KERNEL] = why
-            if node.target is not lowering.kernel:
-                node.target, modified = lowering.kernel, True
+        if kernel is not node.target:
+            node.target, modified = kernel, True
     if modified:
         gm.recompile()
     return modified

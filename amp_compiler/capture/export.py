@@ -24,6 +24,7 @@ from torch.export.graph_signature import OutputKind
 
 from .. import ir
 from ..common.errors import CaptureError
+from ..common.logs import log
 from ..common.messages import first_line
 from ..policy.scopes import inside_call, paths_of
 from .dtype_reads import DtypeReads
@@ -78,7 +79,8 @@ def _traceable(model: nn.Module, inference: bool) -> Iterator[nn.Module]:
     """A copy of the model that shares its tensors; if it cannot be copied, the model itself, put back afterwards."""
     try:
         traced = sharing_copy(model)
-    except Exception:  # the user's objects may refuse it: a lock, a generator, a tensor that is not a leaf
+    except Exception as error:  # the user's objects may refuse it: a lock, a generator, a tensor that is not a leaf
+        log("capture", "the model cannot be copied and is traced itself: %s", first_line(error, named=True))
         traced = model
     before = [(module, dict(vars(module))) for module in model.modules()] if traced is model else []
     if inference:

@@ -9,8 +9,8 @@ from torch import fx
 from .. import ir
 from ..kernels import build, cpu
 from ..kernels.lowering import BY_OP
-from ..passes.fuse_cast_matmul import PRODUCTS
 from ..policy import Policy
+from ..rewrite.facts.functional import PRODUCTS
 
 #: ops that passes give kernels of ours to
 _TAKEN = frozenset((*PRODUCTS, *BY_OP))

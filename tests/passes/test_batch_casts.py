@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from amp_compiler import amp_compile
 from amp_compiler.common.errors import PipelineError
-from amp_compiler.passes.batch_casts import LARGEST, PASS
+from amp_compiler.passes.batch_casts import PASS
 from amp_compiler.rewrite import facts
+from amp_compiler.rewrite.facts.functional import LARGEST
 from amp_compiler.rewrite.pipeline import Pipeline
 from helpers import BF16, F16, casts, check_pass, functional, unchanged
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from typing import Any
 
 import torch
 from torch import fx
 
 from ... import ir
+from ...common.torch_names import OpOverload
 from ...kernels.cpu import runs_wide
 from ...kernels.lowering import BY_OP
 from ..base import Context, Dialect, Fact, Place
@@ -96,7 +97,7 @@ def _fused(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
     """No product is left that ``amp::cast_matmul`` would compute, as far as one look at it can tell."""
     for node in gm.graph.nodes if ctx.policy.autocast_device is None else ():
         value = ir.tensor_of(node) if node.target in PRODUCTS and not node.kwargs else None
-        if value is None or value.dtype not in ir.LOW_DTYPES or not _takes_bias(node):
+        if value is None or value.dtype not in ir.LOW_DTYPES or not takes_bias(node):
             continue
         if value.device.type == "cpu" and runs_wide(value.dtype):
             place.fail("is a low product that this CPU computes in fp32.", node)
@@ -107,7 +108,7 @@ def _fused(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
                     place.fail(f"reads '{operand.name}', a rounding that it could do itself.", node)
 
 
-def _takes_bias(node: fx.Node) -> bool:
+def takes_bias(node: fx.Node) -> bool:
     """What is added, if anything is, must be one number per column."""
     bias = node.args[0] if node.target is aten.addmm.default else None
     value = ir.tensor_of(bias) if isinstance(bias, fx.Node) else None
@@ -119,35 +120,47 @@ def _of_input(cast: fx.Node) -> bool:
     return ir.cast_source(cast).op == "placeholder" and value is not None and value.dtype is torch.float32
 
 
+def wanted_kernel(node: fx.Node) -> tuple[Any, str]:
+    """The kernel that should run for a node and why, by the table of kernels; its own op and "" if there is none."""
+    row = BY_OP.get(node.target) if isinstance(node.target, OpOverload) else None
+    why = row.why([v for _, a in ir.tensor_args(node) if (v := ir.tensor_of(a)) is not None]) if row is not None else ""
+    return (row.kernel, why) if row is not None and why else (node.target, "")
+
+
 def _lowered(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
     """No op is left for which the table of kernels has one that should run here."""
     for node in gm.graph.nodes if ctx.policy.autocast_device is None else ():
-        lowering = BY_OP.get(node.target)
-        if lowering is None or lowering.kernel is node.target:
-            continue
-        why = lowering.why([v for _, a in ir.tensor_args(node) if (v := ir.tensor_of(a)) is not None])
-        if why:
+        kernel, why = wanted_kernel(node)
+        if kernel is not node.target:
             place.fail(f"should run by a kernel of ours, {why}.", node)
+
+
+def alike_casts(graph: fx.Graph) -> list[list[fx.Node]]:
+    """The casts of short one-dimensional inputs that one cast could do, ``FEWEST`` or more together."""
+    frozen = ir.written_nodes(graph) | ir.output_nodes(graph)
+    groups: dict[tuple[torch.dtype, torch.dtype, torch.device], list[fx.Node]] = {}
+    for node in graph.nodes:
+        checkpointed = "recompute" in node.meta or "ac_graph_id" in node.meta  # the partitioner decides where it runs
+        if not ir.is_float_cast(node) or checkpointed or {node, ir.cast_source(node)} & frozen:
+            continue
+        value = _short_input(ir.cast_source(node))
+        if value is not None:
+            groups.setdefault((value.dtype, ir.cast_dtype(node), value.device), []).append(node)
+    return [casts for casts in groups.values() if len(casts) >= FEWEST]
+
+
+def _short_input(node: fx.Node) -> torch.Tensor | None:
+    value = ir.tensor_of(node)
+    if node.op != "placeholder" or value is None or value.dim() != 1 or str(node.target).startswith("tangents"):
+        return None
+    size = value.shape[0]
+    return value if isinstance(size, int) and 0 < size <= LARGEST and value.is_contiguous() else None
 
 
 def _batched(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
     """No casts of short vectors are left that one cast could do."""
-    frozen = ir.written_nodes(gm.graph) | ir.output_nodes(gm.graph)
-    alike: Counter[tuple[torch.dtype, torch.dtype, torch.device]] = Counter()
-    for node in gm.graph.nodes:
-        if not ir.is_float_cast(node) or "recompute" in node.meta or "ac_graph_id" in node.meta:
-            continue
-        source = ir.cast_source(node)
-        value = ir.tensor_of(source)
-        if source.op != "placeholder" or str(source.target).startswith("tangents") or {node, source} & frozen:
-            continue
-        if value is None or value.dim() != 1 or not isinstance(value.shape[0], int) or not value.is_contiguous():
-            continue
-        if 0 < value.shape[0] <= LARGEST:
-            kind = value.dtype, ir.cast_dtype(node), value.device
-            alike[kind] += 1
-            if alike[kind] == FEWEST:
-                place.fail(f"is one of {FEWEST} casts or more that one cast could do.", node)
+    for casts in alike_casts(gm.graph):
+        place.fail(f"is one of {len(casts)} casts that one cast could do.", casts[0])
 
 
 FUNCTIONAL = Fact(
