@@ -6,13 +6,18 @@ from typing import Any
 
 from ..common.errors import ArgumentError
 from .data import DataEngine
-from .spec import DataParallel
+from .sharded import ShardEngine
+from .spec import DataParallel, Sharded
+
+Engine = DataEngine | ShardEngine
 
 
-def make_engine(parallel: Any) -> DataEngine | None:
+def make_engine(parallel: Any) -> Engine | None:
     """The engine of ``compile_train_step(parallel=...)``; None for a single process."""
     if parallel is None:
         return None
     if isinstance(parallel, DataParallel):
         return DataEngine(parallel)
-    raise ArgumentError(f"parallel must be a DataParallel(...) or None, not {type(parallel).__name__}.")
+    if isinstance(parallel, Sharded):
+        return ShardEngine(parallel)
+    raise ArgumentError(f"parallel must be a DataParallel(...), a Sharded(...) or None, not {type(parallel).__name__}.")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from ..inspect.report import Report
 from ..kernels.all_finite import all_finite
 from ..kernels.norm import total_norm
 from ..parallel.data import DataEngine
+from ..parallel.engines import Engine
+from ..parallel.sharded import ShardEngine
+from ..parallel.shards import local_of
 from ..policy import Policy, dtype_name
 from ..rewrite.records import Record
 from ..rewrite.verify import deep_by_default
@@ -76,7 +80,7 @@ class TrainStep:
         accumulate_steps: int,
         max_grad_norm: float | None,
         return_output: bool = False,
-        engine: DataEngine | None = None,
+        engine: Engine | None = None,
     ) -> None:
         self.model, self.loss_fn, self._return_output = model, loss_fn, return_output
         self.scaler, self.accumulate_steps, self.max_grad_norm = scaler, accumulate_steps, max_grad_norm
@@ -150,7 +154,7 @@ class TrainStep:
 
     def _reduce(self) -> None:
         """Average the gradients over the processes, where no graph has done it."""
-        if self._engine is None:
+        if not isinstance(self._engine, DataEngine):
             return
         self._engine.reduce_(self._owner.named_trained())
         with torch.no_grad():
@@ -160,7 +164,7 @@ class TrainStep:
         try:
             found = self._run_captured(args, kwargs, targets)
         except Exception as error:
-            if not is_capture_failure(error):
+            if not is_capture_failure(error) or isinstance(self._engine, ShardEngine):
                 raise
             mistake = users_mistake(self._function(mark=False), (args, kwargs, targets), self._owner, self._device)
             if mistake is None:
@@ -180,7 +184,8 @@ class TrainStep:
             if reason is None:
                 whole = self._whole or self._capture_whole()
                 try:
-                    found = Answer(*whole(args, kwargs, targets))
+                    with self._captured_parameters():
+                        found = Answer(*whole(args, kwargs, targets))
                     self._whole = whole
                     return found
                 except (CaptureError, PipelineError, VerifyError) as error:
@@ -189,6 +194,10 @@ class TrainStep:
                     reason = reason_of(error, args, kwargs, targets)
             return self._start_pieces(reason, args, kwargs, targets)
         return self._pieces(args, kwargs, targets)
+
+    def _captured_parameters(self) -> contextlib.AbstractContextManager[None]:
+        """While the captured step runs: the modules hold what Dynamo captured."""
+        return self._engine.stand_ins() if isinstance(self._engine, ShardEngine) else contextlib.nullcontext()
 
     def _capture_whole(self) -> Captured:
         options = dataclasses.replace(self._options, fullgraph=True)
@@ -264,13 +273,16 @@ class TrainStep:
         return StepResult(loss.detach(), skipped, scale, norm, skipped.logical_not(), finite)
 
     def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self._owner.parameters() if p.grad is not None]
+        return [local_of(p.grad) for p in self._owner.parameters() if p.grad is not None]
 
     def _norm(self) -> Tensor:
-        gradients = self._gradients()
-        if not gradients:
-            return torch.zeros_like(self._one)
-        return total_norm(gradients, self._device, as_torch=self.max_grad_norm is not None)
+        def norm(gradients: Sequence[Tensor]) -> Tensor:
+            as_torch = self.max_grad_norm is not None
+            return total_norm(gradients, self._device, as_torch=as_torch) if gradients else torch.zeros_like(self._one)
+
+        if isinstance(self._engine, ShardEngine):
+            return self._engine.norm([p.grad for p in self._owner.parameters() if p.grad is not None], norm)
+        return norm(self._gradients())
 
     # ------------------------------------------------------------------------------------------- looking
 

@@ -7,14 +7,15 @@ from typing import Any
 import torch
 
 from ..parallel.agreement import fingerprint
-from ..parallel.data import DataEngine
+from ..parallel.engines import Engine
+from ..parallel.sharded import ShardEngine
 from ..policy import Policy
 from .owner import Owner
 from .scaler_base import LossScaler
 
 
 def start_together(
-    engine: DataEngine, owner: Owner, policy: Policy, scaler: LossScaler | None, accumulate_steps: int, max_norm: Any
+    engine: Engine, owner: Owner, policy: Policy, scaler: LossScaler | None, accumulate_steps: int, max_norm: Any
 ) -> None:
     """Compare what every process was given, then take over the parameters and buffers of the first one."""
     trained, state = owner.named_trained(), owner.state()
@@ -32,4 +33,8 @@ def start_together(
         "the optimizer": type(owner.optimizer).__name__,
         **{f"tensor {i}": text for i, text in enumerate(described)},
     }
-    engine.begin(list(tensors.values()), facts)
+    if isinstance(engine, ShardEngine):
+        named = owner.named_parameters()
+        engine.begin(list(state.values()), named, owner.modules(), owner.optimizer, facts)
+    else:
+        engine.begin(list(tensors.values()), facts)

@@ -19,6 +19,9 @@ from ..common.errors import CaptureError
 from ..common.torch_names import foreach_copy_, no_autocast, pytree
 from ..inspect.report import cast_totals, graph_rows, kernel_counts
 from ..parallel.data import DataEngine
+from ..parallel.engines import Engine
+from ..parallel.sharded import ShardEngine
+from ..parallel.shards import Shard
 from ..passes import order
 from ..rewrite.base import Context
 from ..runtime.backend import Backend
@@ -38,7 +41,7 @@ class WholeStep(Backend):
     """Makes one callable of each graph that Dynamo captures: it runs forward and backward and fills the window."""
 
     def __init__(
-        self, owner: Owner, options: Options, state: State, window: Window, probe: Probe, engine: DataEngine | None
+        self, owner: Owner, options: Options, state: State, window: Window, probe: Probe, engine: Engine | None
     ) -> None:
         super().__init__(owner.model, options, state)
         self.owner, self.window, self.probe, self.engine = owner, window, probe, engine
@@ -72,6 +75,8 @@ class WholeStep(Backend):
         joint.meta[ir.NAMES] = {
             i: trained[id(given)] for i, given in enumerate(example_inputs) if id(given) in trained
         }
+        shards = self.engine.among(example_inputs) if isinstance(self.engine, ShardEngine) else {}
+        joint.meta[ir.SHARDED] = {i: shard.name for i, shard in shards.items()}
         prepare_kernels(joint, self.options.policy, self.options.disable_passes)
         variants = [self._variant(ir.copy_graph(joint), backend, reduces) for reduces in self._variants()]
         last = variants[-1]
@@ -81,8 +86,8 @@ class WholeStep(Backend):
         self.state.pieces.append(Piece(graph, rows, cast_totals(last.joint), kernel_counts(last.joint), last.joint))
         constants = {**dict(forward.named_parameters()), **dict(forward.named_buffers())}
         attributes = assigned_attributes()
-        runs = [StepGraph(v.joint, v.weights, names, attributes, constants, self.owner, self.window, backend)
-                for v in variants]  # fmt: skip
+        runs = [StepGraph(v.joint, v.weights, names, attributes, constants, self.owner, self.window, backend,
+                          shards) for v in variants]  # fmt: skip
         if len(runs) > 1:
             runs[-1].share_low_copies(runs[0])
 
@@ -95,7 +100,7 @@ class WholeStep(Backend):
 
     def _variants(self) -> tuple[bool, ...]:
         """Which joint graphs are needed, by whether they reduce gradients: that of the last micro-batch does."""
-        if self.engine is None:
+        if not isinstance(self.engine, DataEngine):
             return (False,)
         return (False, True) if self.window.size > 1 else (True,)
 
@@ -105,7 +110,8 @@ class WholeStep(Backend):
         ctx = Context(
             self.options.policy, self.options.keep_output_dtypes, backend=backend, accumulates=accumulates,
             scales_loss=self.window.scale is not None, recomputes=any("recompute" in n.meta for n in joint.graph.nodes),
-            reduction=self.engine.reduction(of_sums=accumulates) if self.engine is not None and reduces else None,
+            reduction=self.engine.reduction(of_sums=accumulates) if isinstance(self.engine, DataEngine) and reduces else None,
+            sharding=self.engine.sharding() if isinstance(self.engine, ShardEngine) else None,
         )  # fmt: skip
         name = "joint, last micro-batch" if reduces and accumulates else "joint"
         steps.step.run(joint, ctx, self.state.history, graph=name, after="autodiff")
@@ -166,7 +172,9 @@ class StepGraph:
         owner: Owner,
         window: Window,
         backend: str,
+        shards: Mapping[int, Shard],
     ) -> None:
+        self.shards = shards
         self.names, self.attributes, self.owner, self.window = names, attributes, owner, window
         self.inputs: list[ir.Role] = [n.meta[ir.ROLE] for n in joint.graph.nodes if n.op == "placeholder"]
         self.outputs: tuple[ir.Role, ...] = joint.meta[ir.ROLE]
@@ -191,6 +199,8 @@ class StepGraph:
         with torch.no_grad(), no_autocast():
             if window.done == 0:
                 window.release(self.owner.parameters())
+            if self.shards:
+                args = [self.shards[i].take() if i in self.shards else given for i, given in enumerate(args)]
             window.begin_sums([args[index] for index in self.sums])
             low = iter(self.low.of(args, window.number) if self.low is not None else ())
             values = [self._value(role, args, low) for role in self.inputs]
@@ -241,6 +251,8 @@ class StepGraph:
         self.window.add(parameters, gradients)
         if written:
             foreach_copy_(written, values)
+        for shard in self.shards.values():
+            shard.give()
         return outputs
 
 
