@@ -9,26 +9,29 @@
 5. Each gather starts before the first op that uses the gather ahead of it, and is waited for right before its own first
    use, so that communication overlaps computation and at most two gathers' parameters are whole at a time.
 
-Rows are padded to those of the largest shard. A parameter of no dimensions is whole in every process.
+Rows are padded to those of the largest shard. A parameter of no dimensions is whole in every process. With activation
+checkpointing the gathers of the forward are marked to be computed again, and torch's partitioner repeats them in the
+backward. Views and casts stand in any order in front of a use: rounding commutes with a view.
 
-Requires: folded, viewed, step; parameters that are divided among processes. Ensures: gathered. A second run changes
+Requires: functional, step; parameters that are divided among processes. Ensures: gathered. A second run changes
 nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from amp_compiler import ir
 from amp_compiler.common.errors import CaptureError
 from amp_compiler.rewrite.base import Context, Dialect, Pass
 from amp_compiler.rewrite.conditions import SHARDS
-from amp_compiler.rewrite.facts import FOLDED, GATHERED, STEP, VIEWED
+from amp_compiler.rewrite.facts import FUNCTIONAL, GATHERED, STEP
 from amp_compiler.rewrite.facts.sharded import first_of_backward, remade
 from amp_compiler.rewrite.sharding import Gather, Sharding
 
@@ -44,20 +47,20 @@ class Wanted:
 
     name: str
     rows: fx.Node  # the input: what this process has
-    whole: fx.Node  # what is replaced: the input, or its one cast
-    value: torch.Tensor  # of ``whole``
+    shape: torch.Size  # of the whole
+    dtype: torch.dtype  # in which it is gathered
     phase: str
-    #: (node, what it reads that is ``whole`` or made of it)
-    uses: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
-    first: int = 0  # position of the first use
+    #: (node, what it reads: the input, or a view or cast of it)
+    uses: list[tuple[fx.Node, fx.Node]]
+    first: int  # position of the first use
 
     @property
     def key(self) -> tuple[torch.dtype, torch.dtype]:
-        return self.rows.meta["val"].dtype, self.value.dtype
+        return self.rows.meta["val"].dtype, self.dtype
 
     @property
     def bytes(self) -> int:
-        return int(self.value.numel()) * self.value.dtype.itemsize
+        return self.shape.numel() * self.dtype.itemsize
 
 
 def run(gm: fx.GraphModule, ctx: Context) -> bool:
@@ -69,11 +72,19 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
     nodes = list(graph.nodes)
     boundary = positions[first_of_backward(graph)]
     inputs = _divided_inputs(gm)
-    wanted = [w for node in inputs for w in _wanted(gm, node, positions, boundary, sharding)]
+    again = ctx.recomputes and sharding.reshard_after_forward
+    marks: dict[str, dict[str, Any]] = {
+        "forward": {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": 1 << 30} if again else {},
+        "backward": {"partitioner_tag": "is_backward"},
+    }
+    wanted = [w for node in inputs for w in _wanted(gm, node, positions, boundary, sharding, again)]
     gathers: list[Gather] = []
+    casts: dict[fx.Node, fx.Node] | None = {} if ctx.accumulates else None
 
     def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        return ir.call(graph, mode, target, args, kwargs)
+        node = ir.call(graph, mode, target, args, kwargs)
+        node.meta.update(marks[phase])
+        return node
 
     with mode:
         shards = {node: sharding.own(node.meta["val"]) for node in inputs}
@@ -84,12 +95,11 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
         for number, bucket in enumerate(buckets):
             begin = buckets[number - 1][0].first if number else start
             with graph.inserting_before(nodes[begin]):
-                sent = _send(bucket, sharding, call)
+                sent = _send(bucket, sharding, call, casts)
             with graph.inserting_before(nodes[bucket[0].first]):
                 _receive(bucket, sent, sharding, call)
             size = sum(w.bytes for w in bucket)
-            gathers.append(Gather(phase, tuple(w.name for w in bucket), bucket[0].value.dtype, size))
-    _shrink_makers(gm, sharding)
+            gathers.append(Gather(phase, tuple(w.name for w in bucket), bucket[0].dtype, size))
     gm.meta[ir.GATHERS] = tuple(gathers)
     graph.eliminate_dead_code()
     gm.recompile()
@@ -103,32 +113,32 @@ def _divided_inputs(gm: fx.GraphModule) -> list[fx.Node]:
             raise CaptureError(f"the forward writes to the parameter {names[role.index]}, which is divided")
     return [
         n for n in gm.graph.nodes
-        if n.op == "placeholder" and n.meta[ir.ROLE].kind in ("primal", "low") and n.meta[ir.ROLE].index in names
+        if n.op == "placeholder" and n.meta[ir.ROLE].kind == "primal" and n.meta[ir.ROLE].index in names
         and n.meta["val"].dim() > 0
     ]  # fmt: skip
 
 
 def _wanted(
-    gm: fx.GraphModule, node: fx.Node, positions: dict[fx.Node, int], boundary: int, sharding: Sharding
+    gm: fx.GraphModule, node: fx.Node, positions: dict[fx.Node, int], boundary: int, sharding: Sharding, again: bool
 ) -> list[Wanted]:
-    """What to gather of one input: nothing, or once for each phase that uses it."""
+    """What to gather of one input: nothing, or once for each phase that uses it. ``again``: the partitioner will repeat
+    the forward's gathers in the backward."""
     name = gm.meta[ir.SHARDED][node.meta[ir.ROLE].index]
-    phases = ("forward", "backward") if sharding.reshard_after_forward else ("forward",)
+    phases = ("forward", "backward") if sharding.reshard_after_forward and not again else ("forward",)
     found: list[Wanted] = []
     for phase in phases:
         uses = [
-            (user, source) for user, source in _uses(node, positions, boundary)
+            (user, source) for user, source in _uses(node, positions)
             if len(phases) == 1 or (positions[user] >= boundary) == (phase == "backward")
         ]  # fmt: skip
         if not uses:
             continue
-        whole = _one_cast(node, uses)
-        first = min(positions[user] for user, _ in uses)
-        found.append(Wanted(name, node, whole, whole.meta["val"], phase, uses, first))
+        shape, dtype = node.meta["val"].shape, _dtype_of(node, uses)
+        found.append(Wanted(name, node, shape, dtype, phase, uses, positions[uses[0][0]]))
     return found
 
 
-def _uses(node: fx.Node, positions: dict[fx.Node, int], boundary: int) -> list[tuple[fx.Node, fx.Node]]:
+def _uses(node: fx.Node, positions: dict[fx.Node, int]) -> list[tuple[fx.Node, fx.Node]]:
     """(op, what it reads) of every op that reads the parameter, through views and casts that can be made again."""
     found: list[tuple[fx.Node, fx.Node]] = []
     waiting = [node]
@@ -142,15 +152,15 @@ def _uses(node: fx.Node, positions: dict[fx.Node, int], boundary: int) -> list[t
     return sorted(found, key=lambda use: positions[use[0]])
 
 
-def _one_cast(node: fx.Node, uses: list[tuple[fx.Node, fx.Node]]) -> fx.Node:
-    """The cast through which all of these uses read the parameter, if it is one and to a low dtype; else the input."""
-    casts = set()
+def _dtype_of(node: fx.Node, uses: list[tuple[fx.Node, fx.Node]]) -> torch.dtype:
+    """The low dtype that all of these uses round the parameter to before they read it; else the parameter's own."""
+    own: torch.dtype = node.meta["val"].dtype
+    dtypes = set()
     for _, source in uses:
-        chain = _chain(source, node)
-        casts.add(chain[0] if chain and ir.is_float_cast(chain[0]) else node)
-    (cast, *others) = casts
-    low = cast is not node and not others and ir.cast_dtype(cast) in ir.LOW_DTYPES
-    return cast if low else node
+        behind = (n.meta["val"].dtype for n in _chain(source, node) if isinstance(n.meta["val"], torch.Tensor))
+        dtypes.add(next((dtype for dtype in behind if dtype != own), own))
+    (dtype, *others) = dtypes
+    return dtype if not others and dtype in ir.LOW_DTYPES else own
 
 
 def _chain(source: fx.Node, start: fx.Node) -> list[fx.Node]:
@@ -183,18 +193,24 @@ def _buckets(wanted: list[Wanted], sharding: Sharding) -> list[list[Wanted]]:
     return found
 
 
-def _send(bucket: list[Wanted], sharding: Sharding, call: Call) -> fx.Node:
+def _send(bucket: list[Wanted], sharding: Sharding, call: Call, casts: dict[fx.Node, fx.Node] | None) -> fx.Node:
+    """Start a gather. ``casts``: casts of whole shards, which the second phase shares with the first; None if a shard is
+    cast anew, so that its low copy need not live until the backward."""
+    source, dtype = bucket[0].key
     parts: list[fx.Node] = []
     for parameter in bucket:
         node, rows = parameter.rows, parameter.rows.meta["val"]
-        if missing := sharding.chunk(parameter.value.shape[0]) - rows.shape[0]:
+        if len(bucket) == 1 and source != dtype and casts is not None:
+            if node not in casts:
+                casts[node] = call(aten._to_copy.default, node, dtype=dtype)
+            node = casts[node]
+        if missing := sharding.chunk(parameter.shape[0]) - rows.shape[0]:
             node = call(aten.constant_pad_nd.default, node, [0] * (2 * rows.dim() - 1) + [missing])
-        if len(bucket) > 1 and rows.dim() > 1:
+        if rows.dim() > 1:
             node = call(aten.view.default, node, [node.meta["val"].numel()])
         parts.append(node)
     packed = parts[0] if len(parts) == 1 else call(aten.cat.default, parts)
-    source, dtype = bucket[0].key
-    if source != dtype:
+    if packed.meta["val"].dtype != dtype:
         packed = call(aten._to_copy.default, packed, dtype=dtype)
     reduction = sharding.reduction
     return call(c10d.all_gather_into_tensor.default, packed, reduction.size, reduction.group)
@@ -207,44 +223,38 @@ def _receive(bucket: list[Wanted], sent: fx.Node, sharding: Sharding, call: Call
         gathered = call(aten.view.default, gathered, [size, gathered.meta["val"].numel() // size])
     offset = 0
     for parameter in bucket:
-        shape = parameter.value.shape
-        chunk, node = sharding.chunk(shape[0]), gathered
+        shape, node = parameter.shape, gathered
+        chunk = sharding.chunk(shape[0])
         if len(bucket) > 1:
-            length = chunk * int(torch.Size(shape[1:]).numel())
+            length = chunk * shape[1:].numel()
             node = call(aten.slice.Tensor, gathered, 1, offset, offset + length)
             node = call(aten.clone.default, node, memory_format=torch.contiguous_format)
-            node = call(aten.view.default, node, [chunk * size, *shape[1:]])
             offset += length
+        if list(node.meta["val"].shape) != [chunk * size, *shape[1:]]:
+            node = call(aten.view.default, node, [chunk * size, *shape[1:]])
         if chunk * size > shape[0]:
             node = call(aten.slice.Tensor, node, 0, 0, shape[0])
-        ir.inherit_origin(node, parameter.whole)
+        ir.inherit_origin(node, parameter.rows)
         _hand_over(parameter, node, call)
 
 
 def _hand_over(parameter: Wanted, whole: fx.Node, call: Call) -> None:
     """Let the uses of a phase read the gathered parameter; views and casts of it are made anew before the first."""
-    made: dict[fx.Node, fx.Node] = {parameter.whole: whole}
+    made: dict[Any, fx.Node] = {parameter.rows: whole}
     for user, source in parameter.uses:
-        for node in _chain(source, parameter.whole):
-            if node not in made:
-                with whole.graph.inserting_before(user):
-                    made[node] = call(node.target, made[node.args[0]], *node.args[1:], **node.kwargs)  # type: ignore[index]
-                ir.inherit_origin(made[node], node)
+        for node in _chain(source, parameter.rows):
+            if node in made:
+                continue
+            given = made[node.args[0]]
+            if ir.is_float_cast(node) and ir.cast_dtype(node) == given.meta["val"].dtype:
+                made[node] = given
+                continue
+            with whole.graph.inserting_before(user):
+                made[node] = call(node.target, given, *node.args[1:], **node.kwargs)
+            ir.inherit_origin(made[node], node)
         user.replace_input_with(source, made[source])
 
 
-def _shrink_makers(gm: fx.GraphModule, sharding: Sharding) -> None:
-    """The graph that makes low copies of weights once per update makes those of this process's rows."""
-    makers = gm.meta.get(ir.WEIGHTS)
-    for node in makers.graph.nodes if makers is not None else ():
-        if node.op == "placeholder" and node.meta[ir.ROLE].index in gm.meta[ir.SHARDED]:
-            (cast,) = node.users
-            with ir.fake_mode(gm.graph):
-                node.meta["val"] = sharding.own(node.meta["val"])
-                cast.meta["val"] = sharding.own(cast.meta["val"])
-
-
 PASS = Pass(
-    "gather_parameters", Dialect.FUNCTIONAL, requires=(FOLDED, VIEWED, STEP), ensures=(GATHERED,), run=run,
-    when=(SHARDS,),
-)  # fmt: skip
+    "gather_parameters", Dialect.FUNCTIONAL, requires=(FUNCTIONAL, STEP), ensures=(GATHERED,), run=run, when=(SHARDS,)
+)

@@ -24,6 +24,10 @@ from .spec import Sharded, process_group
 BUCKET_BYTES = 4 << 20
 
 
+#: id of a parameter -> the parameter, and the modules and attributes that hold it
+Places = dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]]
+
+
 class ShardEngine:
     """What a compiled training step asks of a ``Sharded``."""
 
@@ -32,6 +36,7 @@ class ShardEngine:
         self.size, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         self.shards: list[Shard] = []
         self.layout: Any = None
+        self._by_stand_in: dict[int, Shard] = {}
 
     def begin(
         self, state: Sequence[Tensor], named: Mapping[str, Tensor], modules: Iterable[nn.Module],
@@ -52,6 +57,18 @@ class ShardEngine:
             for tensor in state:
                 if not isinstance(tensor, nn.Parameter):
                     dist.broadcast(tensor.detach(), group=self.group, group_src=0)
+        self.divide(found, names, optimizer)
+
+    def adopt(
+        self, named: Mapping[str, Tensor], modules: Iterable[nn.Module], optimizer: torch.optim.Optimizer
+    ) -> ShardEngine:
+        """The same for a copy of the model, whose parameters are divided already."""
+        twin = ShardEngine(self.spec)
+        twin.divide(_by_parameter(modules), {id(parameter): name for name, parameter in named.items()}, optimizer)
+        return twin
+
+    def divide(self, found: Places, names: Mapping[int, str], optimizer: torch.optim.Optimizer) -> None:
+        """Replace every parameter by a divided one, in the modules and in the optimizer, one at a time."""
         mesh = self._mesh(next((p.device for p, _ in found.values()), torch.device("cpu")))
         for key in list(found):
             old, places = found.pop(key)
@@ -153,9 +170,9 @@ class ShardEngine:
         return total
 
 
-def _by_parameter(modules: Iterable[nn.Module]) -> dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
+def _by_parameter(modules: Iterable[nn.Module]) -> Places:
     """Every parameter, by its id, and all places that hold it."""
-    found: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
+    found: Places = {}
     for module in {id(m): m for m in modules}.values():
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             found.setdefault(id(parameter), (parameter, []))[1].append((module, key))

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..kernels.all_finite import all_finite
+from ..parallel.shards import local_of
 from ..policy import dtype_name
 from .overflow import Circumstances, Overflow, explain
 from .owner import Owner
@@ -22,10 +23,12 @@ from .window import Batch, Window, rng_state, set_rng_state
 
 
 def explain_last_update(
-    captured: Callable[..., Any] | None, probe: Probe, owner: Owner, window: Window, adapts: bool
-) -> Overflow:
+    captured: Callable[..., Any] | None, probe: Probe, owner: Owner, window: Window, adapts: bool,
+    whole: Mapping[int, Tensor],
+) -> Overflow:  # fmt: skip
     """What made the last update overflow, or its loss. ``captured`` runs a batch, through ``probe`` while that is
-    looking; ``adapts``: the scale is a dynamic one."""
+    looking; ``adapts``: the scale is a dynamic one. ``whole``: id of a divided parameter -> the whole one that the model
+    holds now."""
     batch = next((b for b in window.batches if b.overflowed()), None)
     skipped = batch is not None
     if batch is None and (of_sum := _explain_sum(owner, window)) is not None:
@@ -34,7 +37,8 @@ def explain_last_update(
     if batch is None or captured is None:
         return Overflow(_nothing(window))
     scale = 1.0 if window.scale is None else float(window.scale)
-    parameters = [p for p in owner.parameters() if p.requires_grad]
+    trained = [p for p in owner.parameters() if p.requires_grad]
+    parameters = [whole.get(id(p), p) for p in trained]
     _, plain, _ = _look(captured, probe, owner, window, batch, parameters, 1.0)
     loss, gradients, seen = _look(captured, probe, owner, window, batch, parameters, scale)
     names = {id(tensor): name for name, tensor in {**owner.named_parameters(), **owner.buffers()}.items()}
@@ -61,7 +65,7 @@ def _explain_sum(owner: Owner, window: Window) -> Overflow | None:
     if window.batches[0].before is not None and bool(window.batches[0].before):
         return None  # it was so when the run was resumed
     names = {id(p): name for name, p in owner.named_parameters().items()}
-    hit = [p for p in owner.parameters() if p.grad is not None and not bool(all_finite(p.grad))]
+    hit = [p for p in owner.parameters() if p.grad is not None and not bool(all_finite(local_of(p.grad)))]
     hit_names = tuple(names.get(id(p), "?") for p in hit)
     dtype = dtype_name(hit[0].dtype) if hit else ""
     text = (

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,12 @@ from .window import Batch, Window, multiply_, rng_state
 
 #: the window that a model's gradients belong to; the step owns it, and it may lead back to the model
 _WAITING: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Window]] = weakref.WeakKeyDictionary()
+
+
+_NOT_COMPILED = (
+    "parallel=Sharded(...) needs torch.compile: the parameters are gathered inside the compiled graph, and Dynamo is "
+    "switched off here (TORCHDYNAMO_DISABLE, torch.compiler.set_stance, a dispatch mode)."
+)
 
 
 class TrainStep:
@@ -199,6 +205,9 @@ class TrainStep:
         """While the captured step runs: the modules hold what Dynamo captured."""
         return self._engine.stand_ins() if isinstance(self._engine, ShardEngine) else contextlib.nullcontext()
 
+    def _gathered(self) -> contextlib.AbstractContextManager[Mapping[int, Tensor]]:
+        return self._engine.gathered() if isinstance(self._engine, ShardEngine) else contextlib.nullcontext({})
+
     def _capture_whole(self) -> Captured:
         options = dataclasses.replace(self._options, fullgraph=True)
         backend = WholeStep(self._owner, options, self._state, self._window, self._probe, self._engine)
@@ -231,8 +240,11 @@ class TrainStep:
     def _function(self, *, mark: bool) -> Callable[..., Any]:
         """What is captured: the loss of one batch, what came with it, and the model's output if it is wanted."""
         model, loss_fn, return_output = self.model, self.loss_fn, self._return_output
+        divided = mark and isinstance(self._engine, ShardEngine)
 
         def loss_of(args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> Any:
+            if divided and not torch.compiler.is_compiling():
+                raise CaptureError(_NOT_COMPILED)
             output = model(*args, **kwargs)
             answer = output if loss_fn is None else loss_fn(output, targets)
             loss, extra = split(answer, from_model=loss_fn is None)
@@ -335,14 +347,26 @@ class TrainStep:
         """
         self._loss_watch.look()
         lost = any(b.lost() for b in self._window.batches) and bool(all_finite(self._gradients()))
-        if self.scaler is None and not lost:  # the weights may have been updated from what is not finite
+        if self.scaler is None and not lost and not isinstance(self._engine, ShardEngine):  # the weights may have been updated from what is not finite
             return Overflow("There is no loss scaler, so no gradient is checked: compile with loss_scaler='dynamic'.")
         return self._explain()
 
     def _explain(self) -> Overflow:
         captured = self._whole if self._pieces is None else self._pieces.captured
         adapts = isinstance(self.scaler, DynamicLossScaler)
-        return explain_last_update(captured, self._probe, self._owner, self._window, adapts)
+        with self._gathered() as whole:
+            return explain_last_update(captured, self._probe, self._owner, self._window, adapts, whole)
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """Give the model whole parameters for a while, to evaluate or export it.
+
+        With ``parallel=Sharded(...)`` a process holds a part of each parameter, so the model cannot be called by itself.
+        Inside ``with step.gathered() as model:`` it can; what is written to its parameters there is lost. All processes
+        must enter it together. Without ``Sharded`` the model is as it always is.
+        """
+        with self._gathered():
+            yield self.model
 
     # ------------------------------------------------------------------------------------- checkpointing
 
@@ -372,7 +396,11 @@ class TrainStep:
         parts = (self.model, self.loss_fn, self.optimizer, self.scaler)
         model, loss_fn, optimizer, scaler = copy.deepcopy(parts, memo)
         own = (self.accumulate_steps, self.max_grad_norm, self._return_output)
-        twin = TrainStep(model, loss_fn, optimizer, self._options, scaler, *own, self._engine)
+        engine = self._engine
+        if isinstance(engine, ShardEngine):
+            owner = Owner(model, loss_fn, optimizer)
+            engine = engine.adopt(owner.named_parameters(), owner.modules(), optimizer)
+        twin = TrainStep(model, loss_fn, optimizer, self._options, scaler, *own, engine)
         memo[id(self)] = twin
         window = self._window
         for name in ("number", "done", "scale", "found", "saved"):

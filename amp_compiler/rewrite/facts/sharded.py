@@ -61,13 +61,11 @@ def _gathered(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
     """What a process holds of a parameter is read by gathers only; none is wider, or lives longer, than it must."""
     assert ctx.sharding is not None
     for node in gm.graph.nodes:
-        if node.op == "placeholder" and node.meta[ir.ROLE].kind in ("primal", "low"):
+        if node.op == "placeholder" and node.meta[ir.ROLE].kind == "primal":
             if node.meta[ir.ROLE].index in gm.meta[ir.SHARDED] and node.meta["val"].dim() > 0:
                 _only_gathered(node, place)
     backward = first_of_backward(gm.graph)
-    of_forward = True
     for node in gm.graph.nodes:
-        of_forward = of_forward and node is not backward
         if collective(node) == "all_gather_into_tensor":
             waits = [user for user in node.users if collective(user) == "wait_tensor"]
             if len(waits) != 1 or len(node.users) != 1:
@@ -77,8 +75,8 @@ def _gathered(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
                 dtypes = {ir.cast_dtype(r) if ir.is_float_cast(r) else None for r in readers}
                 if len(dtypes) == 1 and dtypes <= set(ir.LOW_DTYPES):
                     place.fail("is gathered wide, and all that read it round it to one low dtype.", part)
-                late = [r for r in readers if of_forward and not r < backward]
-                if late and ctx.sharding.reshard_after_forward:
+                late = [r for r in readers if not ir.in_backward(node) and not r < backward]
+                if late and ctx.sharding.reshard_after_forward and "recompute" not in node.meta:
                     place.fail(f"is gathered for the forward, and {late[0].name} of the backward reads it.", part)
 
 
