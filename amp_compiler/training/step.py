@@ -389,7 +389,8 @@ class TrainStep:
         restore(self._run_state(), state)
 
     def _run_state(self) -> Run:
-        return Run(self._owner, self.scaler, self._window, self._device)
+        rank = self._engine.rank if isinstance(self._engine, ShardEngine) else None
+        return Run(self._owner, self.scaler, self._window, self._device, rank)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainStep:
         """A step of its own: copies of model, optimizer and scaler, captured anew at its first call."""
