@@ -330,7 +330,7 @@ class TrainStep:
     def _explain(self) -> Overflow:
         captured = self._whole if self._pieces is None else self._pieces.captured
         adapts = isinstance(self.scaler, DynamicLossScaler)
-        return explain_last_update(captured, self._probe, self._owner, self._window, adapts)
+        return explain_last_update(captured, self._probe, self._owner, self._window, adapts, self._engine is not None)
 
     # ------------------------------------------------------------------------------------- checkpointing
 

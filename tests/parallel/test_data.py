@@ -50,6 +50,15 @@ def test_all_ranks_skip_if_one_overflows(answers: dict[str, list[Any]], case: st
         assert rank["scale"] == rank["was"] / 2
 
 
+@pytest.mark.parametrize("case", ["overflow", "overflow accumulated", "overflow in pieces"])
+def test_the_process_that_overflowed_says_why(answers: dict[str, list[Any]], case: str) -> None:
+    other, culprit = value(answers, case)
+    assert other["phase"] == "process", other["told"]
+    assert "another process" in other["told"]
+    assert culprit["phase"] == "input", culprit["told"]
+    assert "which float16 cannot hold" in culprit["told"]
+
+
 def test_flush_reduces(answers: dict[str, list[Any]]) -> None:
     assert [rank["unequal"] for rank in value(answers, "flush")] == [[], []]
 
