@@ -194,8 +194,8 @@ def _buckets(wanted: list[Wanted], sharding: Sharding) -> list[list[Wanted]]:
 
 
 def _send(bucket: list[Wanted], sharding: Sharding, call: Call, casts: dict[fx.Node, fx.Node] | None) -> fx.Node:
-    """Start a gather. ``casts``: casts of whole shards, which the second phase shares with the first; None if a shard is
-    cast anew, so that its low copy need not live until the backward."""
+    """Start a gather. ``casts``: casts of whole shards, which the second phase shares with the first; None if a shard
+    is cast anew, so that its low copy need not live until the backward."""
     source, dtype = bucket[0].key
     parts: list[fx.Node] = []
     for parameter in bucket:

@@ -1,7 +1,7 @@
 """scatter_gradients: gradients of divided parameters are averaged over the processes, and each process gets its rows.
 
-1. ``unscale([g_1, …])``  →  ``unscale([rows of wait(reduce_scatter(g_1 / processes)), …])``. A low-precision gradient is
-   widened to fp32 first, unless another dtype is asked for. Rows are padded to a multiple of the number of processes.
+1. ``unscale([g_1, …])``  →  ``unscale([rows of wait(reduce_scatter(g_1 / processes)), …])``. A low-precision gradient
+   is widened to fp32 first, unless another dtype is asked for. Rows are padded to a multiple of the processes.
 2. Small gradients share a collective: ``reduce_scatter(cat([g_1 as [processes, …], g_2 as [processes, …]], 1))``.
 3. A bucket is sent right behind the last of its gradients, and waited for right before the next is sent: what is whole
    of a gradient does not outlive the next one.

@@ -33,7 +33,7 @@ def save_checkpoint(step: Any, folder: str | Path) -> None:
         ...     save_checkpoint(step, f"{root}/last")
         ...     load_checkpoint(step, f"{root}/last")
     """
-    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     folder = Path(folder).absolute()
     aside, old = folder.with_name(f".{folder.name}.new"), folder.with_name(f".{folder.name}.old")
@@ -41,7 +41,7 @@ def save_checkpoint(step: Any, folder: str | Path) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(aside, ignore_errors=True)
     _all_wait()
-    checkpoint.save(step.state_dict(), checkpoint_id=aside, no_dist=not dist.is_initialized())
+    save(step.state_dict(), checkpoint_id=aside, no_dist=not dist.is_initialized())
     _all_wait()
     if _is_first():
         shutil.rmtree(old, ignore_errors=True)
@@ -57,7 +57,8 @@ def load_checkpoint(step: Any, folder: str | Path) -> None:
 
     All processes of the group must call it. If the checkpoint does not fit, a ``CheckpointError`` says why.
     """
-    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     folder = Path(folder).absolute()
     old = folder.with_name(f".{folder.name}.old")
@@ -65,11 +66,11 @@ def load_checkpoint(step: Any, folder: str | Path) -> None:
         folder = old
     if not (folder / ".metadata").exists():
         raise CheckpointError(f"There is no checkpoint in {folder}: its file .metadata is missing.")
-    metadata = checkpoint.FileSystemReader(folder).read_metadata()
+    metadata = FileSystemReader(folder).read_metadata()
     state = step.state_dict()
     paths = _wanted(metadata.planner_data)
     values = {key: _place_for(step, state, paths[key], metadata.state_dict_metadata[key]) for key in paths}
-    checkpoint.load(values, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    load(values, checkpoint_id=folder, no_dist=not dist.is_initialized())
     for path in _GROWING:
         _set(state, path, {})
     if ("fresh",) not in paths.values():
@@ -126,7 +127,7 @@ def _set(state: Any, path: tuple[Any, ...], value: Any) -> None:
             state[key] = value
             return
         held = state[key] if isinstance(state, list) or key in state else None
-        follows = [] if isinstance(path[place + 1], int) else {}
+        follows: Any = [] if isinstance(path[place + 1], int) else {}
         if not isinstance(held, type(follows)):
             state[key] = held = follows
         state = held

@@ -14,11 +14,14 @@ from torch import Tensor, fx
 from .. import ir
 from ..rewrite.reduction import Layout, Reduction
 from .agreement import check_agreement, graph_fingerprint
+from .engine import Engine
 from .spec import DataParallel, process_group
 
 
-class DataEngine:
+class DataEngine(Engine):
     """What a compiled training step asks of a ``DataParallel``."""
+
+    together = reduces_outside = True
 
     def __init__(self, spec: DataParallel) -> None:
         self.spec, self.group = spec, process_group(spec.mesh_or_group)

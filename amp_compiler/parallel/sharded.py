@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from ..common.errors import ArgumentError, CaptureError
 from ..rewrite.reduction import Reduction
 from ..rewrite.sharding import Sharding
 from .agreement import check_agreement, graph_fingerprint
-from .shards import Shard, divide, make_stand_in
+from .engine import Engine
+from .shards import Shard, divide, make_stand_in, mark_divided
 from .spec import Sharded, process_group
 
 #: parameters and gradients that are smaller share a collective: one of this size takes about as long to send over a
@@ -28,12 +29,14 @@ BUCKET_BYTES = 4 << 20
 Places = dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]]
 
 
-class ShardEngine:
+class ShardEngine(Engine):
     """What a compiled training step asks of a ``Sharded``."""
+
+    together = True
 
     def __init__(self, spec: Sharded) -> None:
         self.spec, self.group = spec, process_group(spec.mesh)
-        self.size, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        self.size, self.part = dist.get_world_size(self.group), dist.get_rank(self.group)
         self.shards: list[Shard] = []
         self.layout: Any = None
         self._by_stand_in: dict[int, Shard] = {}
@@ -59,9 +62,7 @@ class ShardEngine:
                     dist.broadcast(tensor.detach(), group=self.group, group_src=0)
         self.divide(found, names, optimizer)
 
-    def adopt(
-        self, named: Mapping[str, Tensor], modules: Iterable[nn.Module], optimizer: torch.optim.Optimizer
-    ) -> ShardEngine:
+    def copied(self, named: Mapping[str, Tensor], modules: Sequence[nn.Module], optimizer: Any) -> ShardEngine:
         """The same for a copy of the model, whose parameters are divided already."""
         twin = ShardEngine(self.spec)
         twin.divide(_by_parameter(modules), {id(parameter): name for name, parameter in named.items()}, optimizer)
@@ -91,6 +92,7 @@ class ShardEngine:
             return Shard(name, old, make_stand_in(old))
         parameter = nn.Parameter(divide(old, mesh), requires_grad=old.requires_grad)
         parameter.__dict__.update(old.__dict__)
+        mark_divided(parameter)
         return Shard(name, parameter, make_stand_in(old))
 
     # ----------------------------------------------------------------------------------------- the graph
@@ -98,7 +100,8 @@ class ShardEngine:
     def sharding(self) -> Sharding:
         """What the passes ``gather_parameters`` and ``scatter_gradients`` have to know."""
         reduction = Reduction(self.group.group_name, self.size, self.spec.reduce_dtype, BUCKET_BYTES)
-        return Sharding(reduction, self.rank, self.spec.reshard_after_forward)
+        assert self.part is not None
+        return Sharding(reduction, self.part, self.spec.reshard_after_forward)
 
     def among(self, inputs: Sequence[Any]) -> dict[int, Shard]:
         """Place -> the divided parameter that an input of a captured graph stands for."""
@@ -156,7 +159,7 @@ class ShardEngine:
             for shard, _ in shown:
                 shard.show(shard.parameter)
 
-    def norm(self, gradients: Sequence[Tensor], norm: Any) -> Tensor:
+    def norm(self, gradients: Sequence[Tensor], norm: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
         """The norm of the whole gradients. ``norm`` gives that of the rows of this process."""
         from torch.distributed.tensor import DTensor
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+_MARK = "amp_divided"
 
 
 @dataclass(eq=False)
@@ -72,6 +79,16 @@ def divide(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     return found
 
 
+def is_divided(parameter: Tensor) -> bool:
+    """True for a parameter that a compiled training step has divided."""
+    return _MARK in parameter.__dict__
+
+
+def mark_divided(parameter: Tensor) -> None:
+    """Let ``is_divided`` know; a copy of the parameter has the mark too."""
+    setattr(parameter, _MARK, True)
+
+
 def make_stand_in(like: Tensor) -> nn.Parameter:
     """A parameter of the same shape, dtype and device that has no memory."""
     found = nn.Parameter(
@@ -79,6 +96,22 @@ def make_stand_in(like: Tensor) -> nn.Parameter:
     )
     found.untyped_storage().resize_(0)
     return found
+
+
+@contextlib.contextmanager
+def without_gradients(parameters: Sequence[Tensor], memo: dict[int, Any]) -> Iterator[None]:
+    """For a deep copy inside: torch 2.13 cannot copy the gradient of a ``DTensor`` parameter, so copies get theirs
+    afterwards. ``memo``: id -> copy."""
+    held = [(p, p.grad) for p in parameters if p.grad is not None and local_of(p) is not p]
+    try:
+        for parameter, _ in held:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient in held:
+            parameter.grad = gradient
+    for parameter, gradient in held:
+        memo[id(parameter)].grad = gradient.detach().clone()
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from ..common.errors import ArgumentError
 from ..policy import dtype_name
@@ -44,7 +43,7 @@ class DataParallel:
 
 @dataclass(frozen=True)
 class Sharded:
-    """Every process has a part of each parameter, of its gradient and of the optimizer's state, and a part of the batch.
+    """Every process has a part of each parameter, of its gradient, of the optimizer's state, and of the batch.
 
     The compiled step gathers parameters right before they are used, in low precision where every op reads them so, and
     averages the gradients such that each process gets its part. The model's parameters become ``DTensor`` parameters,
@@ -82,6 +81,8 @@ def check_reduce_dtype(dtype: Any) -> None:
 
 def process_group(mesh_or_group: Any) -> dist.ProcessGroup:
     """The group of a ``ProcessGroup``, a one-dimensional ``DeviceMesh``, or None."""
+    from torch.distributed.device_mesh import DeviceMesh
+
     if not dist.is_available() or not dist.is_initialized():
         raise ArgumentError(
             "compile_train_step(parallel=...) needs a process group, and torch.distributed is not initialized.",

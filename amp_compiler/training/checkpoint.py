@@ -38,7 +38,7 @@ class Run:
     window: Window
     device: torch.device
     #: of this process, where each has a part of the parameters; None if each has all
-    rank: int | None = None
+    part: int | None = None
 
 
 def collect(run: Run) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def collect(run: Run) -> dict[str, Any]:
         "model": run.owner.model.state_dict(),
         "loss_fn": run.owner.loss_fn.state_dict() if isinstance(run.owner.loss_fn, nn.Module) else None,
         "others": {name: p.detach() for name, p in run.owner.others().items()},
-        "optimizer": run.owner.optimizer.state_dict() if run.rank is None else full_state_dict(run.owner.optimizer),
+        "optimizer": run.owner.optimizer.state_dict() if run.part is None else full_state_dict(run.owner.optimizer),
         "scaler": None if run.scaler is None else run.scaler.state_dict(),
         "classes": _classes(run),
         "window": {
@@ -65,9 +65,9 @@ def collect(run: Run) -> dict[str, Any]:
             "saved": {name: t.clone() for name, t in window.saved.items()} if waiting else {},
             "gradients": gradients,
         },
-        "rng": rng_state(run.device) if run.rank is None else {f"rank{run.rank}": rng_state(run.device)},
+        "rng": rng_state(run.device) if run.part is None else {f"rank{run.part}": rng_state(run.device)},
     }
-    if run.rank is not None:
+    if run.part is not None:
         state["fresh"] = not run.owner.optimizer.state
     return {**state, CONTENTS: dict(_contents(_common(state)))}
 
@@ -280,7 +280,7 @@ def _own_rng(run: Run, states: Any) -> Any:
     """The states of this process, where they are saved by rank; those of another if it had none."""
     if not isinstance(states, Mapping):
         return states
-    return states.get(f"rank{run.rank or 0}", next(iter(states.values()), ()))
+    return states.get(f"rank{run.part or 0}", next(iter(states.values()), ()))
 
 
 def _check_rng(states: Any) -> None:

@@ -63,8 +63,8 @@ def compile_train_step(
         max_grad_norm: Clip the unscaled gradients to this norm.
         backend: As for ``amp_compile``.
         disable_passes: As for ``amp_compile``.
-        parallel: How several processes train the model together: ``DataParallel(...)`` or ``Sharded(...)``. None, also for a model
-            that is wrapped already, leaves it to the model.
+        parallel: How several processes train the model together: ``DataParallel(...)`` or ``Sharded(...)``. None, also
+            for a model that is wrapped already, leaves it to the model.
         return_output: Put the model's output into ``result.output``.
 
     Returns:
@@ -92,8 +92,8 @@ def compile_train_step(
     options = Options(chosen, backend, chosen.autocast_device is None, disable_passes=asked.disable_passes)
     scaler = None if "scale_loss" in asked.disable_passes else make_scaler(loss_scaler)
     warn_of_low_parameters(model)
-    engine = make_engine(parallel)
-    if engine is not None:
+    engine = make_engine(parallel, model, asked.disable_passes)
+    if engine.together:
         start_together(engine, Owner(model, loss_fn, optimizer), chosen, scaler, accumulate_steps, max_grad_norm)
     own = (scaler, accumulate_steps, max_grad_norm, return_output, engine)
     return TrainStep(model, loss_fn, optimizer, options, *own)

@@ -14,38 +14,36 @@ import torch
 from torch import Tensor
 
 from ..kernels.all_finite import all_finite
-from ..parallel.shards import local_of
 from ..policy import dtype_name
-from .overflow import Circumstances, Overflow, explain
+from .overflow import ELSEWHERE, Circumstances, Overflow, explain
 from .owner import Owner
 from .probe import Probe
 from .window import Batch, Window, rng_state, set_rng_state
 
 
 def explain_last_update(
-    captured: Callable[..., Any] | None, probe: Probe, owner: Owner, window: Window, adapts: bool,
+    captured: Callable[..., Any] | None, probe: Probe, owner: Owner, window: Window, adapts: bool, shared: bool,
     whole: Mapping[int, Tensor],
 ) -> Overflow:  # fmt: skip
     """What made the last update overflow, or its loss. ``captured`` runs a batch, through ``probe`` while that is
-    looking; ``adapts``: the scale is a dynamic one. ``whole``: id of a divided parameter -> the whole one that the model
-    holds now."""
+    looking; ``adapts``: the scale is a dynamic one; ``shared``: gradients are averaged over several processes.
+    ``whole``: id of a divided parameter -> the whole one that the model holds now."""
     batch = next((b for b in window.batches if b.overflowed()), None)
     skipped = batch is not None
-    if batch is None and (of_sum := _explain_sum(owner, window)) is not None:
+    if batch is None and (of_sum := _explain_sum(owner, window, shared)) is not None:
         return of_sum
     batch = batch or next((b for b in window.batches if b.lost()), None)
     if batch is None or captured is None:
         return Overflow(_nothing(window))
     scale = 1.0 if window.scale is None else float(window.scale)
-    trained = [p for p in owner.parameters() if p.requires_grad]
-    parameters = [whole.get(id(p), p) for p in trained]
+    parameters = [whole.get(id(p), p) for p in owner.parameters() if p.requires_grad]
     _, plain, _ = _look(captured, probe, owner, window, batch, parameters, 1.0)
     loss, gradients, seen = _look(captured, probe, owner, window, batch, parameters, scale)
     names = {id(tensor): name for name, tensor in {**owner.named_parameters(), **owner.buffers()}.items()}
     hit = [names.get(id(p), "?") for p, ok in zip(parameters, gradients, strict=True) if not ok]
     buffers = frozenset(id(b) for b in owner.buffers().values())
     known = Circumstances(
-        names, buffers, batch.number, window.size, scale, all(plain), batch.changed(), adapts, skipped
+        names, buffers, batch.number, window.size, scale, all(plain), batch.changed(), adapts, skipped, shared
     )
     return explain(seen, loss, hit, known)
 
@@ -58,14 +56,16 @@ def _nothing(window: Window) -> str:
     return "The last update was not skipped: its loss and all its gradients are finite."
 
 
-def _explain_sum(owner: Owner, window: Window) -> Overflow | None:
+def _explain_sum(owner: Owner, window: Window, shared: bool) -> Overflow | None:
     """Each micro-batch was finite, and what they add up to is not."""
     if window.done or window.found is None or not window.batches or not bool(window.found):
         return None
     if window.batches[0].before is not None and bool(window.batches[0].before):
         return None  # it was so when the run was resumed
+    if shared:
+        return Overflow(ELSEWHERE, "process", scale=float(window.scale or 1.0))
     names = {id(p): name for name, p in owner.named_parameters().items()}
-    hit = [p for p in owner.parameters() if p.grad is not None and not bool(all_finite(local_of(p.grad)))]
+    hit = [p for p in owner.parameters() if p.grad is not None and not bool(all_finite(p.grad))]
     hit_names = tuple(names.get(id(p), "?") for p in hit)
     dtype = dtype_name(hit[0].dtype) if hit else ""
     text = (

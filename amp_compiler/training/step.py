@@ -12,16 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..capture.dynamo import is_capture_failure, with_own_code
+from ..capture.dynamo import is_capture_failure
 from ..common.errors import ArgumentError, CaptureError, PipelineError, VerifyError
 from ..common.torch_names import dispatch_mode
 from ..inspect.report import Report
 from ..kernels.all_finite import all_finite
 from ..kernels.norm import total_norm
-from ..parallel.data import DataEngine
-from ..parallel.engines import Engine
-from ..parallel.sharded import ShardEngine
-from ..parallel.shards import local_of
+from ..parallel.engine import Engine
+from ..parallel.shards import local_of, without_gradients
 from ..policy import Policy, dtype_name
 from ..rewrite.records import Record
 from ..rewrite.verify import deep_by_default
@@ -34,12 +32,13 @@ from .arguments import check_optimizer
 from .checkpoint import Run, collect, restore
 from .failures import is_ours, needs_autograd, reason_of, users_mistake
 from .loss_watch import LossWatch
+from .of_batch import loss_function
 from .overflow import Overflow
 from .owner import Owner
 from .pieces import PieceBackend, Pieces
 from .probe import Probe
 from .rerun import explain_last_update
-from .results import Answer, StepResult, detached, split
+from .results import Answer, StepResult, detached
 from .scaler_base import LossScaler
 from .scalers import DynamicLossScaler
 from .stuck import warn_if_stuck
@@ -49,12 +48,6 @@ from .window import Batch, Window, multiply_, rng_state
 
 #: the window that a model's gradients belong to; the step owns it, and it may lead back to the model
 _WAITING: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Window]] = weakref.WeakKeyDictionary()
-
-
-_NOT_COMPILED = (
-    "parallel=Sharded(...) needs torch.compile: the parameters are gathered inside the compiled graph, and Dynamo is "
-    "switched off here (TORCHDYNAMO_DISABLE, torch.compiler.set_stance, a dispatch mode)."
-)
 
 
 class TrainStep:
@@ -93,7 +86,7 @@ class TrainStep:
         self._options, self._state, self._probe = options, State(), Probe()
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._window = Window(accumulate_steps, self._device)
-        self._owner, self._engine = Owner(model, loss_fn, optimizer), engine
+        self._owner, self._engine = Owner(model, loss_fn, optimizer), engine or Engine()
         self._whole: Captured | None = None
         self._pieces: Pieces | None = None
         self._loss = torch.full((), float("nan"), device=self._device)  # of the last batch
@@ -160,7 +153,7 @@ class TrainStep:
 
     def _reduce(self) -> None:
         """Average the gradients over the processes, where no graph has done it."""
-        if not isinstance(self._engine, DataEngine):
+        if not self._engine.reduces_outside:
             return
         self._engine.reduce_(self._owner.named_trained())
         with torch.no_grad():
@@ -170,7 +163,7 @@ class TrainStep:
         try:
             found = self._run_captured(args, kwargs, targets)
         except Exception as error:
-            if not is_capture_failure(error) or isinstance(self._engine, ShardEngine):
+            if not is_capture_failure(error) or self._engine.part is not None:
                 raise
             mistake = users_mistake(self._function(mark=False), (args, kwargs, targets), self._owner, self._device)
             if mistake is None:
@@ -190,7 +183,7 @@ class TrainStep:
             if reason is None:
                 whole = self._whole or self._capture_whole()
                 try:
-                    with self._captured_parameters():
+                    with self._engine.stand_ins():
                         found = Answer(*whole(args, kwargs, targets))
                     self._whole = whole
                     return found
@@ -200,13 +193,6 @@ class TrainStep:
                     reason = reason_of(error, args, kwargs, targets)
             return self._start_pieces(reason, args, kwargs, targets)
         return self._pieces(args, kwargs, targets)
-
-    def _captured_parameters(self) -> contextlib.AbstractContextManager[None]:
-        """While the captured step runs: the modules hold what Dynamo captured."""
-        return self._engine.stand_ins() if isinstance(self._engine, ShardEngine) else contextlib.nullcontext()
-
-    def _gathered(self) -> contextlib.AbstractContextManager[Mapping[int, Tensor]]:
-        return self._engine.gathered() if isinstance(self._engine, ShardEngine) else contextlib.nullcontext({})
 
     def _capture_whole(self) -> Captured:
         options = dataclasses.replace(self._options, fullgraph=True)
@@ -219,8 +205,7 @@ class TrainStep:
         backend = PieceBackend(self.model, self._options, state, self._probe)
         captured = Captured(self._function(mark=False), self.model, self._options, state, backend, wide=_targets)
         pieces = Pieces(captured, self._owner, self._window)
-        if self._engine is not None:
-            self._engine.broken(reason)
+        self._engine.broken(reason)
         try:
             found = pieces(args, kwargs, targets)
         except RuntimeError as error:
@@ -238,21 +223,8 @@ class TrainStep:
         return found
 
     def _function(self, *, mark: bool) -> Callable[..., Any]:
-        """What is captured: the loss of one batch, what came with it, and the model's output if it is wanted."""
-        model, loss_fn, return_output = self.model, self.loss_fn, self._return_output
-        divided = mark and isinstance(self._engine, ShardEngine)
-
-        def loss_of(args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> Any:
-            if divided and not torch.compiler.is_compiling():
-                raise CaptureError(_NOT_COMPILED)
-            output = model(*args, **kwargs)
-            answer = output if loss_fn is None else loss_fn(output, targets)
-            loss, extra = split(answer, from_model=loss_fn is None)
-            if mark and isinstance(loss, torch.Tensor):
-                loss = torch.ops.amp.loss(loss)
-            return loss, extra, output if return_output else None
-
-        return with_own_code(loss_of)  # Dynamo remembers changing sizes by it
+        divided = self._engine.part is not None
+        return loss_function(self.model, self.loss_fn, mark=mark, output=self._return_output, divided=divided)
 
     def _update(self, loss: Tensor) -> StepResult:
         window = self._window
@@ -292,9 +264,7 @@ class TrainStep:
             as_torch = self.max_grad_norm is not None
             return total_norm(gradients, self._device, as_torch=as_torch) if gradients else torch.zeros_like(self._one)
 
-        if isinstance(self._engine, ShardEngine):
-            return self._engine.norm([p.grad for p in self._owner.parameters() if p.grad is not None], norm)
-        return norm(self._gradients())
+        return self._engine.norm([p.grad for p in self._owner.parameters() if p.grad is not None], norm)
 
     # ------------------------------------------------------------------------------------------- looking
 
@@ -347,25 +317,27 @@ class TrainStep:
         """
         self._loss_watch.look()
         lost = any(b.lost() for b in self._window.batches) and bool(all_finite(self._gradients()))
-        if self.scaler is None and not lost and not isinstance(self._engine, ShardEngine):  # the weights may have been updated from what is not finite
+        # without a scaler the weights may have been updated from what is not finite
+        if self.scaler is None and not lost and self._engine.part is None:
             return Overflow("There is no loss scaler, so no gradient is checked: compile with loss_scaler='dynamic'.")
         return self._explain()
 
     def _explain(self) -> Overflow:
         captured = self._whole if self._pieces is None else self._pieces.captured
         adapts = isinstance(self.scaler, DynamicLossScaler)
-        with self._gathered() as whole:
-            return explain_last_update(captured, self._probe, self._owner, self._window, adapts, whole)
+        with self._engine.gathered() as whole:
+            given = (self._owner, self._window, adapts, self._engine.together, whole)
+            return explain_last_update(captured, self._probe, *given)
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[nn.Module]:
         """Give the model whole parameters for a while, to evaluate or export it.
 
-        With ``parallel=Sharded(...)`` a process holds a part of each parameter, so the model cannot be called by itself.
+        With ``parallel=Sharded(...)`` a process has a part of each parameter, and the model cannot be called by itself.
         Inside ``with step.gathered() as model:`` it can; what is written to its parameters there is lost. All processes
         must enter it together. Without ``Sharded`` the model is as it always is.
         """
-        with self._gathered():
+        with self._engine.gathered():
             yield self.model
 
     # ------------------------------------------------------------------------------------- checkpointing
@@ -389,18 +361,16 @@ class TrainStep:
         restore(self._run_state(), state)
 
     def _run_state(self) -> Run:
-        rank = self._engine.rank if isinstance(self._engine, ShardEngine) else None
-        return Run(self._owner, self.scaler, self._window, self._device, rank)
+        return Run(self._owner, self.scaler, self._window, self._device, self._engine.part)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainStep:
         """A step of its own: copies of model, optimizer and scaler, captured anew at its first call."""
         parts = (self.model, self.loss_fn, self.optimizer, self.scaler)
-        model, loss_fn, optimizer, scaler = copy.deepcopy(parts, memo)
+        with without_gradients(self._owner.parameters(), memo):
+            model, loss_fn, optimizer, scaler = copy.deepcopy(parts, memo)
         own = (self.accumulate_steps, self.max_grad_norm, self._return_output)
-        engine = self._engine
-        if isinstance(engine, ShardEngine):
-            owner = Owner(model, loss_fn, optimizer)
-            engine = engine.adopt(owner.named_parameters(), owner.modules(), optimizer)
+        owner = Owner(model, loss_fn, optimizer)
+        engine = self._engine.copied(owner.named_parameters(), list(owner.modules()), optimizer)
         twin = TrainStep(model, loss_fn, optimizer, self._options, scaler, *own, engine)
         memo[id(self)] = twin
         window = self._window

@@ -6,9 +6,7 @@ from typing import Any
 
 import torch
 
-from ..parallel.agreement import fingerprint
-from ..parallel.engines import Engine
-from ..parallel.sharded import ShardEngine
+from ..parallel.engine import Engine
 from ..policy import Policy
 from .owner import Owner
 from .scaler_base import LossScaler
@@ -18,6 +16,10 @@ def start_together(
     engine: Engine, owner: Owner, policy: Policy, scaler: LossScaler | None, accumulate_steps: int, max_norm: Any
 ) -> None:
     """Compare what every process was given, then take over the parameters and buffers of the first one."""
+    from ..parallel.agreement import fingerprint
+    from ..parallel.data import DataEngine
+    from ..parallel.sharded import ShardEngine
+
     trained, state = owner.named_trained(), owner.state()
     tensors = {**trained, **state}
     described = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in tensors.items()]
@@ -34,7 +36,6 @@ def start_together(
         **{f"tensor {i}": text for i, text in enumerate(described)},
     }
     if isinstance(engine, ShardEngine):
-        named = owner.named_parameters()
-        engine.begin(list(state.values()), named, owner.modules(), owner.optimizer, facts)
-    else:
+        engine.begin(list(state.values()), owner.named_parameters(), owner.modules(), owner.optimizer, facts)
+    elif isinstance(engine, DataEngine):
         engine.begin(list(tensors.values()), facts)

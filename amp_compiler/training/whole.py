@@ -7,7 +7,7 @@ callable that runs all of it at once. Dynamo gets the loss back; the gradients g
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -18,10 +18,7 @@ from ..capture.effects import assigned_attributes, input_sources
 from ..common.errors import CaptureError
 from ..common.torch_names import foreach_copy_, no_autocast, pytree
 from ..inspect.report import cast_totals, graph_rows, kernel_counts
-from ..parallel.data import DataEngine
-from ..parallel.engines import Engine
-from ..parallel.sharded import ShardEngine
-from ..parallel.shards import Shard
+from ..parallel.engine import Engine
 from ..passes import order
 from ..rewrite.base import Context
 from ..runtime.backend import Backend
@@ -33,6 +30,9 @@ from .probe import Probe
 from .results import check_loss
 from .window import Window
 
+if TYPE_CHECKING:
+    from ..parallel.shards import Shard
+
 #: where the arguments of a step's captured function come from, as Dynamo writes it: all else is the model's own
 _GIVEN = ("L['args']", "L['kwargs']", "L['targets']")
 
@@ -41,7 +41,7 @@ class WholeStep(Backend):
     """Makes one callable of each graph that Dynamo captures: it runs forward and backward and fills the window."""
 
     def __init__(
-        self, owner: Owner, options: Options, state: State, window: Window, probe: Probe, engine: Engine | None
+        self, owner: Owner, options: Options, state: State, window: Window, probe: Probe, engine: Engine
     ) -> None:
         super().__init__(owner.model, options, state)
         self.owner, self.window, self.probe, self.engine = owner, window, probe, engine
@@ -75,13 +75,12 @@ class WholeStep(Backend):
         joint.meta[ir.NAMES] = {
             i: trained[id(given)] for i, given in enumerate(example_inputs) if id(given) in trained
         }
-        shards = self.engine.among(example_inputs) if isinstance(self.engine, ShardEngine) else {}
+        shards = self.engine.among(example_inputs)
         joint.meta[ir.SHARDED] = {i: shard.name for i, shard in shards.items()}
         prepare_kernels(joint, self.options.policy, self.options.disable_passes)
         variants = [self._variant(ir.copy_graph(joint), backend, reduces) for reduces in self._variants()]
         last = variants[-1]
-        if self.engine is not None:
-            self.engine.captured(graph, last.joint)
+        self.engine.captured(graph, last.joint)
         rows = graph_rows(graph, len(self.state.pieces))
         self.state.pieces.append(Piece(graph, rows, cast_totals(last.joint), kernel_counts(last.joint), last.joint))
         constants = {**dict(forward.named_parameters()), **dict(forward.named_buffers())}
@@ -100,7 +99,7 @@ class WholeStep(Backend):
 
     def _variants(self) -> tuple[bool, ...]:
         """Which joint graphs are needed, by whether they reduce gradients: that of the last micro-batch does."""
-        if not isinstance(self.engine, DataEngine):
+        if self.engine.reduction(of_sums=False) is None:
             return (False,)
         return (False, True) if self.window.size > 1 else (True,)
 
@@ -110,8 +109,7 @@ class WholeStep(Backend):
         ctx = Context(
             self.options.policy, self.options.keep_output_dtypes, backend=backend, accumulates=accumulates,
             scales_loss=self.window.scale is not None, recomputes=any("recompute" in n.meta for n in joint.graph.nodes),
-            reduction=self.engine.reduction(of_sums=accumulates) if isinstance(self.engine, DataEngine) and reduces else None,
-            sharding=self.engine.sharding() if isinstance(self.engine, ShardEngine) else None,
+            reduction=self.engine.reduction(of_sums=accumulates) if reduces else None, sharding=self.engine.sharding(),
         )  # fmt: skip
         name = "joint, last micro-batch" if reduces and accumulates else "joint"
         steps.step.run(joint, ctx, self.state.history, graph=name, after="autodiff")

@@ -71,7 +71,8 @@ def again(**options: Any) -> dict[str, Any]:
         checkpoint.load(state, checkpoint_id=folder.with_name("plain"))
         third.load_state_dict(state)
         plain = _train(third, range(3, 6))
-    return {"going_on": going_on, "resumed": resumed, "plain": plain, "left": sorted(p.name for p in folder.parent.iterdir())}
+    left = sorted(path.name for path in folder.parent.iterdir())
+    return {"going_on": going_on, "resumed": resumed, "plain": plain, "left": left}
 
 
 def save() -> dict[str, Any]:

@@ -61,9 +61,9 @@ def _gathered(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
     """What a process holds of a parameter is read by gathers only; none is wider, or lives longer, than it must."""
     assert ctx.sharding is not None
     for node in gm.graph.nodes:
-        if node.op == "placeholder" and node.meta[ir.ROLE].kind == "primal":
-            if node.meta[ir.ROLE].index in gm.meta[ir.SHARDED] and node.meta["val"].dim() > 0:
-                _only_gathered(node, place)
+        role = node.meta[ir.ROLE] if node.op == "placeholder" else None
+        if role is not None and role.kind == "primal" and role.index in gm.meta[ir.SHARDED] and node.meta["val"].dim():
+            _only_gathered(node, place)
     backward = first_of_backward(gm.graph)
     for node in gm.graph.nodes:
         if collective(node) == "all_gather_into_tensor":
@@ -115,7 +115,7 @@ SCATTERED = Fact(
 )  # fmt: skip
 GATHERED = Fact(
     "gathered", Dialect.FUNCTIONAL,
-    "The rows of a parameter that a process has are read by gathers only, which are low where every reader is; what the "
-    "forward gathers is not read by the backward, unless it is to stay.",
+    "The rows of a parameter that a process has are read by gathers only, which are low where every reader is; what "
+    "the forward gathers is not read by the backward, unless it is to stay.",
     check=_gathered, made_by="gather_parameters", inside=False,
 )  # fmt: skip
