@@ -29,6 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from amp_compiler import ir
 from amp_compiler.common.errors import CaptureError
+from amp_compiler.common.torch_names import collectives
 from amp_compiler.rewrite.base import Context, Dialect, Pass
 from amp_compiler.rewrite.conditions import SHARDS
 from amp_compiler.rewrite.facts import FUNCTIONAL, GATHERED, STEP
@@ -36,7 +37,6 @@ from amp_compiler.rewrite.facts.sharded import first_of_backward, remade
 from amp_compiler.rewrite.sharding import Gather, Sharding
 
 aten = torch.ops.aten
-c10d = torch.ops._c10d_functional
 
 Call = Callable[..., fx.Node]
 
@@ -96,6 +96,7 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
             begin = buckets[number - 1][0].first if number else start
             with graph.inserting_before(nodes[begin]):
                 sent = _send(bucket, sharding, call, casts)
+            sent._rename(f"gather_{len(gathers)}")
             with graph.inserting_before(nodes[bucket[0].first]):
                 _receive(bucket, sent, sharding, call)
             size = sum(w.bytes for w in bucket)
@@ -213,11 +214,12 @@ def _send(bucket: list[Wanted], sharding: Sharding, call: Call, casts: dict[fx.N
     if packed.meta["val"].dtype != dtype:
         packed = call(aten._to_copy.default, packed, dtype=dtype)
     reduction = sharding.reduction
-    return call(c10d.all_gather_into_tensor.default, packed, reduction.size, reduction.group)
+    return call(collectives.all_gather_into_tensor.default, packed, reduction.size, reduction.group)
 
 
 def _receive(bucket: list[Wanted], sent: fx.Node, sharding: Sharding, call: Call) -> None:
-    gathered = call(c10d.wait_tensor.default, sent)
+    gathered = call(collectives.wait_tensor.default, sent)
+    gathered._rename(sent.name.replace("gather", "gathered"))
     size = sharding.reduction.size
     if len(bucket) > 1:
         gathered = call(aten.view.default, gathered, [size, gathered.meta["val"].numel() // size])
@@ -235,6 +237,8 @@ def _receive(bucket: list[Wanted], sent: fx.Node, sharding: Sharding, call: Call
         if chunk * size > shape[0]:
             node = call(aten.slice.Tensor, node, 0, 0, shape[0])
         ir.inherit_origin(node, parameter.rows)
+        if node is not gathered:
+            node._rename(f"whole_{parameter.rows.name}")
         _hand_over(parameter, node, call)
 
 

@@ -24,13 +24,13 @@ from torch import fx
 
 from amp_compiler import ir
 from amp_compiler.common.errors import CaptureError
+from amp_compiler.common.torch_names import collectives
 from amp_compiler.rewrite.base import Context, Dialect, Pass
 from amp_compiler.rewrite.conditions import SHARDS
 from amp_compiler.rewrite.facts import FUNCTIONAL, SCATTERED, STEP
 from amp_compiler.rewrite.sharding import Sharding
 
 aten = torch.ops.aten
-c10d = torch.ops._c10d_functional
 
 Call = Callable[..., fx.Node]
 
@@ -66,7 +66,7 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
 
     own: dict[int, fx.Node] = {}
     sent: tuple[list[Whole], fx.Node] | None = None
-    for bucket in buckets:
+    for number, bucket in enumerate(buckets):
         latest = max(bucket, key=lambda g: g.position).node
         first = next(n for n in graph.nodes if n.op != "placeholder")
         with graph.inserting_before(first if latest.op == "placeholder" else latest.next):
@@ -74,6 +74,8 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
             if sent is not None:
                 _receive(*sent, own, sharding, call)
             sent = bucket, _send(bucket, packed, sharding, call)
+            for name, node in (("mean", packed), ("sent", sent[1])):
+                node._rename(f"{name}_{number}")
     with graph.inserting_before(unscale or last):
         if sent is not None:
             _receive(*sent, own, sharding, call)
@@ -145,13 +147,14 @@ def _pack(bucket: list[Whole], sharding: Sharding, call: Call) -> fx.Node:
 def _send(bucket: list[Whole], packed: fx.Node, sharding: Sharding, call: Call) -> fx.Node:
     reduction = sharding.reduction
     if bucket[0].value.dim() == 0:
-        return call(c10d.all_reduce.default, packed, "sum", reduction.group)
-    return call(c10d.reduce_scatter_tensor.default, packed, "sum", reduction.size, reduction.group)
+        return call(collectives.all_reduce.default, packed, "sum", reduction.group)
+    return call(collectives.reduce_scatter_tensor.default, packed, "sum", reduction.size, reduction.group)
 
 
 def _receive(bucket: list[Whole], sent: fx.Node, own: dict[int, fx.Node], sharding: Sharding, call: Call) -> None:
     """The rows of this process: place among the outputs -> node, into ``own``."""
-    reduced = call(c10d.wait_tensor.default, sent)
+    reduced = call(collectives.wait_tensor.default, sent)
+    reduced._rename(sent.name.replace("sent", "reduced"))
     if len(bucket) == 1:
         own[bucket[0].place] = _rows(bucket[0], reduced, sharding, call)
         return
@@ -185,8 +188,8 @@ def _finish(
         gradients = call(operator.getitem, unscaled, 0)
         nodes = [call(operator.getitem, gradients, number) for number in range(len(nodes))]
         mine = call(operator.getitem, unscaled, 1)
-        sent = call(c10d.all_reduce.default, mine, "max", sharding.reduction.group)
-        found = call(c10d.wait_tensor.default, sent)
+        sent = call(collectives.all_reduce.default, mine, "max", sharding.reduction.group)
+        found = call(collectives.wait_tensor.default, sent)
         (old,) = (user for user in unscale.users if user.args[1] == 1)
         old.replace_all_uses_with(found)
         results[:] = [found if node is old else node for node in results]
