@@ -15,7 +15,7 @@ from .. import ir
 from ..common.errors import ArgumentError, CaptureError
 from ..rewrite.reduction import Reduction
 from ..rewrite.sharding import Sharding
-from .agreement import check_agreement, graph_fingerprint
+from .agreement import check_agreement, facts_of
 from .engine import Engine
 from .shards import Shard, divide, make_stand_in, mark_divided
 from .spec import Sharded, process_group
@@ -112,7 +112,7 @@ class ShardEngine(Engine):
         """Called for each graph: all processes must have the same, and each the same collectives as the first."""
         layout = joint.meta.get(ir.GATHERS), joint.meta.get(ir.SCATTERS)
         if self.layout is None:
-            check_agreement(self.group, {"the captured graph": graph_fingerprint(graph)}, "in their first step")
+            check_agreement(self.group, facts_of(graph), "in their first step")
             self.layout = layout
         elif self.layout != layout:
             raise CaptureError(

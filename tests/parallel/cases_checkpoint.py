@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from cases_sharded import CASES as OTHERS
 from cases_sharded import Tied, compiled
 from torch.distributed import checkpoint
 
@@ -75,11 +76,11 @@ def again(**options: Any) -> dict[str, Any]:
     return {"going_on": going_on, "resumed": resumed, "plain": plain, "left": left}
 
 
-def save() -> dict[str, Any]:
+def save(name: str) -> dict[str, Any]:
     """Train a little, save, go on."""
     step = _step()
     _train(step, range(3))
-    save_checkpoint(step, _folder("by4"))
+    save_checkpoint(step, _folder(name))
     return {"losses": _train(step, range(3, 6))}
 
 
@@ -101,12 +102,14 @@ def alone() -> dict[str, Any]:
 
 
 CASES: dict[str, Callable[[], Any]] = {
+    **OTHERS,
     "again": again,
     "again in the middle of an update": lambda: again(accumulate_steps=2),
-    "save": save,
+    "save": lambda: save("by4"),
+    "save by two": lambda: save("by2saved"),
     "resume by as many": lambda: resume("by4", "by4again", range(3, 6)),
     "resume by fewer": lambda: resume("by4", "by2", range(3, 6)),
-    "resume by more": lambda: resume("by4", "by4more", range(3, 6)),
+    "resume by more": lambda: resume("by2saved", "by4more", range(3, 6)),
     "resume by one": lambda: resume("by2", "by1", range(6, 9)),
     "alone": alone,
 }

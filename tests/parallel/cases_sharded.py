@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
-from amp_compiler import CaptureError, Sharded, compile_train_step
+from amp_compiler import (
+    AmpError,
+    CaptureError,
+    DataParallel,
+    ParallelError,
+    Sharded,
+    amp_compile,
+    compile_train_step,
+)
 from amp_compiler.ir import GATHERS, SCATTERS
+from amp_compiler.parallel import sharded
 
 Batch = tuple[Any, Any]
 
@@ -80,6 +91,18 @@ def checkpointed() -> nn.Module:
     return nn.Sequential(Block(), Block(), nn.Linear(8, 4))
 
 
+class Recurrent(nn.Module):
+    """A layer that keeps a list of its weights beside its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.out = nn.LSTM(8, 6, batch_first=True), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out(self.rnn(x.unsqueeze(1))[0][:, -1])
+        return out
+
+
 def bert() -> nn.Module:
     from transformers import BertConfig, BertForSequenceClassification
 
@@ -117,7 +140,8 @@ def sentences(seed: int) -> Batch:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
     "sequential": (sequential, vectors), "tied": (Tied, tokens), "bert": (bert, sentences),
-    "convolutions": (convolutions, images), "mixed": (Mixed, vectors), "checkpointed": (checkpointed, vectors),
+    "convolutions": (convolutions, images), "recurrent": (Recurrent, vectors),
+    "mixed": (Mixed, vectors), "checkpointed": (checkpointed, vectors),
 }  # fmt: skip
 
 
@@ -183,6 +207,15 @@ def gradients(kind: str, **options: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def large(**options: Any) -> dict[str, Any]:
+    """Every parameter has a gather of its own, as parameters that are larger than a bucket have."""
+    held, sharded.BUCKET_BYTES = sharded.BUCKET_BYTES, 0
+    try:
+        return gradients("tied", **options)
+    finally:
+        sharded.BUCKET_BYTES = held
+
+
 def overflow(**options: Any) -> dict[str, Any]:
     """Inf on rank 1 only, in the first micro-batch."""
     model = sequential()
@@ -222,25 +255,183 @@ def broken() -> str:
     return "no error"
 
 
+def clipped() -> dict[str, Any]:
+    """Gradients are clipped by the norm of the whole gradients, not by that of a rank's rows."""
+    model, limit = Tied(), 0.1
+    alone = copy.deepcopy(model)
+    step = compiled(model, parallel=Sharded(), dtype=bf16, max_grad_norm=limit)
+    result = step(*tokens(0))
+    means, _ = _sum_of_means(alone, tokens, dtype=bf16)
+    factor = limit / (float(result.grad_norm) + 1e-6)
+    far = [n for n, p in model.named_parameters() if not torch.allclose(whole(p.grad), means[n] * factor, rtol=1e-5)]
+    return {"far": far, "norm": float(result.grad_norm), "clipped": factor < 1}
+
+
+def profiled() -> dict[str, Any]:
+    """The bytes that torch's profiler records, beside those that the graph plans."""
+    step = compiled(Mixed(), parallel=Sharded(), dtype=bf16)
+    step(*vectors(0))
+    with torch.profiler.profile(record_shapes=True) as profile:
+        step(*vectors(1))
+    sizes = {"float": 4, "c10::BFloat16": 2}
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "gloo:all_gather"]  # type: ignore[union-attr]
+    sent = [sizes[e.dtypes()[0]] * torch.Size(e.shapes()[0]).numel() * dist.get_world_size() for e in events]
+    gathers = step.joint_graphs[0].meta[GATHERS]
+    return {"sent": sent, "planned": [g.bytes for g in gathers],
+            "gathers": [(g.phase, list(g.names), str(g.dtype)) for g in gathers]}  # fmt: skip
+
+
+def low_only() -> dict[str, Any]:
+    """All-gather bytes of a model whose parameters are all low, and of the same model in fp32."""
+    found = {}
+    for level in ("O0", "O2"):
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        step = compiled(model, parallel=Sharded(), dtype=bf16, level=level)
+        step(*vectors(0))
+        found[level] = sum(g.bytes for g in step.joint_graphs[0].meta[GATHERS])
+    return found
+
+
+def copied() -> dict[str, Any]:
+    """A deep copy of a step trains a model of its own."""
+    step = compiled(sequential(), parallel=Sharded(), dtype=bf16, accumulate_steps=2)
+    for number in range(3):
+        step(*vectors(number))
+    twin = copy.deepcopy(step)
+    losses = [float(one(*vectors(3)).loss) for one in (step, twin)]
+    pairs = list(zip(step.model.parameters(), twin.model.parameters(), strict=True))
+    return {"losses": losses, "same": all(torch.equal(whole(p.detach()), whole(q.detach())) for p, q in pairs),
+            "apart": all(p is not q for p, q in pairs)}  # fmt: skip
+
+
+def evaluated() -> dict[str, Any]:
+    """Inside ``gathered`` the model can be called, compiled and saved; afterwards it is divided again."""
+    model = sequential()
+    step = compiled(model, parallel=Sharded(), dtype=bf16)
+    step(*vectors(0))
+    with step.gathered() as inside, torch.no_grad():
+        inside.eval()
+        x = torch.ones(3, 8)
+        plain, low = inside(x), amp_compile(inside, dtype=bf16)(x)
+        kinds = {type(p).__name__ for p in inside.parameters()}
+        inside.train()
+    step(*vectors(1))
+    return {"close": torch.allclose(plain, low, atol=0.05), "kinds": sorted(kinds), "sum": float(plain.sum()),
+            "after": sorted({type(p).__name__ for p in model.parameters()}), "graphs": len(step.graphs)}  # fmt: skip
+
+
+def frozen() -> dict[str, Any]:
+    """A parameter that is not trained is divided too; an optimizer with a state keeps it; a fused one skips alone."""
+    model = sequential()
+    model[0].weight.requires_grad_(False)  # type: ignore[index]
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.1, fused=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    moments = optimizer.state[model[0].bias]["exp_avg"].clone()  # type: ignore[index]
+    step = compile_train_step(model, nn.functional.cross_entropy, optimizer, parallel=Sharded(), dtype=fp16)
+    weight, state = model[0].weight, optimizer.state[model[0].bias]  # type: ignore[index]
+    kept = torch.equal(whole(state["exp_avg"]), moments)
+    before = whole(weight.detach())
+    x, y = vectors(0)
+    updated = [bool(step(x * (1e30 if bad and dist.get_rank() == 1 else 1), y).updated) for bad in (0, 1, 0)]
+    return {"kept": kept, "updated": updated, "unchanged": torch.equal(before, whole(weight.detach())),
+            "steps": float(state["step"]), "grad": weight.grad is None,
+            "rows": weight.to_local().shape[0]}  # type: ignore[operator]  # fmt: skip
+
+
+def changing_sizes() -> dict[str, Any]:
+    """A batch of another size: another graph, the same collectives."""
+    step = compiled(sequential(), parallel=Sharded(), dtype=bf16)
+    x, y = vectors(0)
+    losses = [float(step(x[:n], y[:n]).loss) for n in (6, 4, 3)]
+    return {"finite": all(math.isfinite(loss) for loss in losses), "graphs": len(step.graphs)}
+
+
+def refused() -> dict[str, str]:
+    """What cannot be divided says so, and leaves the model as it was."""
+    told = {}
+
+    def attempt(name: str, run: Callable[[], Any]) -> None:
+        try:
+            run()
+            told[name] = "no error"
+        except AmpError as error:
+            told[name] = f"{type(error).__name__}: {error}"
+
+    model, extra = sequential(), nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([*model.parameters(), extra], lr=0.1)
+    loss = nn.functional.cross_entropy
+    attempt("a tensor of its own", lambda: compile_train_step(model, loss, optimizer, parallel=Sharded()))
+    told["left"] = type(next(model.parameters())).__name__
+    attempt("a pass", lambda: compiled(model, parallel=Sharded(), disable_passes=["gather_parameters"]))
+    attempt("DDP", lambda: compiled(nn.parallel.DistributedDataParallel(sequential()), parallel=Sharded()))
+    attempt("fully_shard", lambda: compiled(fully_shard(sequential()), parallel=Sharded()))
+    step = compiled(model, parallel=Sharded(), dtype=bf16)
+    with torch.compiler.set_stance("force_eager"):
+        attempt("eager", lambda: step(*vectors(0)))
+    attempt("data", lambda: compiled(model, parallel=DataParallel()))
+    sparse = compiled(nn.Sequential(nn.Embedding(11, 4, sparse=True), nn.Linear(4, 11)), parallel=Sharded(), dtype=bf16)
+    attempt("sparse", lambda: sparse(*tokens(0)))
+    return told
+
+
+def disagreement() -> str:
+    """Rank 1 asks for another level."""
+    try:
+        compiled(sequential(), parallel=Sharded(), dtype=bf16, level="O1" if dist.get_rank() else "O2")
+    except ParallelError as error:
+        return str(error)
+    return "no error"
+
+
+def one_model_two_steps() -> list[float]:
+    """A second step takes over a model that the first has divided."""
+    model = sequential()
+    first, second = (compiled(model, parallel=Sharded(), dtype=dtype) for dtype in (bf16, fp16))
+    losses = [first(*vectors(0)).loss, second(*vectors(0)).loss]
+    for loss in losses:
+        dist.all_reduce(loss)
+    return [float(loss) for loss in losses]
+
+
 bf16, fp16 = torch.bfloat16, torch.float16
-CASES: dict[str, Callable[[], Any]] = {
+GRADIENTS: dict[str, Callable[[], Any]] = {
+    "sequential bf16": lambda: gradients("sequential", dtype=bf16),
     "sequential fp16": lambda: gradients("sequential", dtype=fp16),
     "tied bf16": lambda: gradients("tied", dtype=bf16),
-    "tied fp16": lambda: gradients("tied", dtype=fp16),
+    "tied fp16": lambda: gradients("tied", dtype=fp16, loss_scaler=1024.0),
     "bert bf16": lambda: gradients("bert", dtype=bf16),
     "bert fp16": lambda: gradients("bert", dtype=fp16),
     "convolutions bf16": lambda: gradients("convolutions", dtype=bf16),
     "convolutions fp16": lambda: gradients("convolutions", dtype=fp16),
+    "recurrent bf16": lambda: gradients("recurrent", dtype=bf16),
     "mixed bf16": lambda: gradients("mixed", dtype=bf16),
     "checkpointed bf16": lambda: gradients("checkpointed", dtype=bf16),
     "accumulated": lambda: gradients("sequential", dtype=fp16, accumulate_steps=3),
     "without a scaler": lambda: gradients("sequential", dtype=bf16, loss_scaler=None, accumulate_steps=2),
-    "clipped": lambda: gradients("tied", dtype=bf16, max_grad_norm=0.1),
     "not resharded": lambda: gradients("bert", dtype=bf16, spec=Sharded(reshard_after_forward=False)),
-    "sent in bf16": lambda: gradients("sequential", dtype=bf16, spec=Sharded(reduce_dtype=bf16)),
+    "large": lambda: large(dtype=bf16),
+    "large accumulated": lambda: large(dtype=bf16, accumulate_steps=2),
+    "O0": lambda: gradients("sequential", dtype=bf16, level="O0"),
     "O1": lambda: gradients("sequential", dtype=bf16, level="O1"),
     "O3": lambda: gradients("sequential", dtype=bf16, level="O3"),
+    "inductor": lambda: gradients("sequential", dtype=bf16, backend="inductor"),
+}
+CASES: dict[str, Callable[[], Any]] = {
+    **GRADIENTS,
+    "sent in bf16": lambda: gradients("sequential", dtype=bf16, spec=Sharded(reduce_dtype=bf16)),
+    "clipped": clipped,
+    "profiled": profiled,
+    "low only": low_only,
     "overflow": overflow,
     "overflow accumulated": lambda: overflow(accumulate_steps=2),
     "broken": broken,
+    "copied": copied,
+    "evaluated": evaluated,
+    "frozen": frozen,
+    "changing sizes": changing_sizes,
+    "refused": refused,
+    "disagreement": disagreement,
+    "one model, two steps": one_model_two_steps,
 }
