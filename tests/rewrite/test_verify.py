@@ -153,7 +153,7 @@ def test_a_missing_cast() -> None:
 def test_a_value_that_contradicts_its_decision() -> None:
     gm = small()
     find(gm, "exp").meta["val"] = ir.retype(ir.tensor_of(find(gm, "exp")), F16)
-    broken(gm, facts.CAST, "node 'exp'", "decided to give torch.float32, its value says torch.float16")
+    broken(gm, facts.CAST, "node 'exp'", "decided to return torch.float32, but its value is torch.float16")
 
 
 def test_a_meta_that_lies_is_caught_by_running_again() -> None:
