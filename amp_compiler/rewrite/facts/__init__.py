@@ -9,7 +9,7 @@ from .forward import ASSIGNED, CAPTURED, CAST, NORMALIZED, ORIGIN
 from .functional import BATCHED, FOLDED, FUNCTIONAL, FUSED, LOWERED, PAST_AUTOGRAD, VIEWED
 from .training import ACCUMULATED, HOISTED, IN_PLACE, SCALED, STEP
 
-#: name -> fact, of all that are defined here
+#: name -> fact, for all facts of this package
 ALL: dict[str, Fact] = {
     value.name: value
     for family in (forward, conversion, functional, training)
