@@ -123,7 +123,7 @@ def _reduces_to_scalar(node: fx.Node, args: Sequence[fx.Node]) -> bool:
 
 
 def _reads_no_value(node: fx.Node) -> bool:
-    """True for ``zeros_like``, ``new_full``, ``randn_like``: they use only the shape of their input, or draw numbers."""
+    """True for ops such as ``zeros_like``, ``new_full``, ``randn_like``, which read a shape only or draw numbers."""
     name, target = ir.op_name(node), node.target
     random = isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
     return random or name.endswith("_like") or name.startswith("new_")

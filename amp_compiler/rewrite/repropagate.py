@@ -81,5 +81,5 @@ class _Again(fx.Interpreter):
                     and isinstance(said, torch.Tensor)
                     and got.dtype != said.dtype
                 ):
-                    self.place.fail(f"gives {got.dtype}, its meta says {said.dtype}.", n)
+                    self.place.fail(f"returns {got.dtype}, but its meta says {said.dtype}.", n)
         return result

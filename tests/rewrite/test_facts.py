@@ -177,7 +177,7 @@ def unscale_an_input(gm: fx.GraphModule) -> None:
 
 
 CASES = [
-    Case("captured", lambda: pre_dispatch(model, X, W), lambda: fx.symbolic_trace(lambda x: x.relu()), "no ATen call"),
+    Case("captured", lambda: pre_dispatch(model, X, W), lambda: fx.symbolic_trace(lambda x: x.relu()), "an ATen call"),
     Case(
         "normalized", forward("mark_dtype_origin"), lambda: pre_dispatch(lambda x: aten._to_copy(x, dtype=BF16), X),
         "not written as aten.to.dtype",
@@ -216,7 +216,7 @@ CASES = [
     Case("fused", after(fuse_cast_matmul.PASS, product), product, "this CPU computes in fp32"),
     Case("fused", after(fuse_cast_matmul.PASS, on_gpu), on_gpu, "a rounding that it could do itself"),
     Case("lowered", after(lower_kernels.PASS, convolution), convolution, "should be replaced by one of our kernels"),
-    Case("batched", after(batch_casts.PASS, vectors), vectors, "that one cast could do"),
+    Case("batched", after(batch_casts.PASS, vectors), vectors, "that one cast could replace"),
     Case("step", step(), damaged(step(), forget_a_role), "without a role"),
     Case("scaled", step(scale_loss.PASS), damaged(step(scale_loss.PASS), multiply_by_scale), "not one over the scale"),
     Case(

@@ -666,7 +666,7 @@ def test_before_any_scale() -> None:
 
 def test_no_optimizer(stepping: Any) -> None:
     for method in ("unscale_", "step"):
-        with pytest.raises(ArgumentError, match="must be a torch.optim.Optimizer"):
+        with pytest.raises(ArgumentError, match=r"must be a torch\.optim\.Optimizer"):
             getattr(stepping[0], method)(nn.Linear(1, 1))
 
 
