@@ -88,7 +88,7 @@ def test_a_crash_half_way_leaves_the_old_file(
     assert os.listdir(tmp_path) == ["model.pt2"]
 
 
-@pytest.mark.parametrize(("where", "told"), [("", "give the path of a file"), ("missing/model.pt2", "mkdir -p")])
+@pytest.mark.parametrize(("where", "told"), [("", "pass the path of a file"), ("missing/model.pt2", "mkdir -p")])
 def test_a_place_that_cannot_be_written(saved: Path, tmp_path: Path, where: str, told: str) -> None:
     with pytest.raises(ArchiveError, match=rf"(cannot be|could not be) written.*{told}"):
         load_converted(saved).save(tmp_path / where)
