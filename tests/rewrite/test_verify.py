@@ -99,9 +99,8 @@ def test_no_aten_call() -> None:
 
 
 def test_a_cast_in_another_spelling() -> None:
-    broken(
-        pre_dispatch(lambda x: aten._to_copy(x, dtype=BF16), X), facts.NORMALIZED, "node '_to_copy'", "not written as aten.to.dtype"
-    )
+    gm = pre_dispatch(lambda x: aten._to_copy(x, dtype=BF16), X)
+    broken(gm, facts.NORMALIZED, "node '_to_copy'", "not written as aten.to.dtype")
 
 
 # ---------------------------------------------------------------------------------------------- assigned
