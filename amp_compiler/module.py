@@ -140,7 +140,7 @@ class AmpModule(nn.Module):
 
     @property
     def policy(self) -> Policy:
-        """The ``Policy`` in force."""
+        """The ``Policy`` that is used."""
         policy: Policy = self._options.policy
         return policy
 
@@ -289,7 +289,7 @@ class AmpModule(nn.Module):
         self.__dict__.update(state.get("held", {}))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """A decorated method is bound like any other; a compiled module in a class body is just a value."""
+        """Bind a decorated method like any other; a compiled module in a class body is just a value."""
         if instance is None or not self._is_function:
             return self
         if torch.compiler.is_compiling():  # torch 2.13: Dynamo cannot call a method whose function is an object

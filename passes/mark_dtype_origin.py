@@ -54,7 +54,7 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
 
 
 class _Comparison:
-    """One graph beside its twin; graphs inside higher-order nodes are compared in the same way."""
+    """Compares one graph with its twin; graphs inside higher-order nodes are compared in the same way."""
 
     def __init__(self, gm: fx.GraphModule, twin: fx.GraphModule, ctx: Context) -> None:
         self.gm, self.twin, self.ctx = gm, twin, ctx

@@ -9,7 +9,7 @@ one call.
 
 torch 2.13 internals, and why: ``torch._dynamo.optimize`` and ``OptimizeContext.callback`` (the only place to put a
 callback in front of Dynamo's), ``ConvertFrameReturn``, ``set_code_exec_strategy`` (Dynamo marks code that it skips for
-the whole process, ``nn.Module.__call__`` too), ``compile_lock`` (two threads may meet one frame), ``set_eval_frame``
+the whole process, ``nn.Module.__call__`` too), ``compile_lock`` (two threads may reach one frame), ``set_eval_frame``
 (our own functions must not be looked at).
 """
 

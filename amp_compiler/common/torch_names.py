@@ -55,7 +55,7 @@ foreach_zero_ = torch._foreach_zero_
 foreach_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 amp_update_scale_ = torch._amp_update_scale_
 
-# The functional collectives as ops, which is how they stand in a graph; torch.distributed has functions only.
+# The functional collectives as ops, as they are in a graph; torch.distributed has functions only.
 collectives = torch.ops._c10d_functional
 
 

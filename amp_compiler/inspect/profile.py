@@ -3,7 +3,7 @@
 The counts come from ``torch.profiler``'s record of the ops that ran, so they hold for eager code,
 ``torch.autocast``, compiled graphs and the backward alike. (A ``TorchDispatchMode`` would make Dynamo
 fall back to eager and so measure something else.) Ops that run on autograd's threads are included;
-threads that the function starts by itself are not. What Dynamo does while it compiles is left out,
+threads that the function starts by itself are not. What Dynamo does while it compiles is not counted,
 so a first call counts like any other.
 
 A kernel that Inductor generated isn't an op: casts fused into it write no memory of their own, and the

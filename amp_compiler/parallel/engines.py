@@ -1,4 +1,4 @@
-"""From what a user asks for to what does it."""
+"""Create the engine for what a user asks for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from .spec import DataParallel
 
 
 def make_engine(parallel: Any, disabled: Sequence[str] = ()) -> DataEngine | None:
-    """The engine of ``compile_train_step(parallel=...)``; None for a single process. ``disabled``: names of passes."""
+    """Return the engine for ``compile_train_step(parallel=...)``; None for a single process. ``disabled``: names of
+    passes."""
     if parallel is None:
         return None
     if "reduce_gradients" in disabled:

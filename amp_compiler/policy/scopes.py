@@ -56,7 +56,7 @@ def precision(dtype: Any) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _scope(name: str) -> Iterator[None]:
-    """A generator, because Dynamo (torch 2.13) does not trace a class with ``__enter__`` here."""
+    """Open a scope. A generator, because Dynamo (torch 2.13) does not trace a class with ``__enter__`` here."""
     if not torch.compiler.is_compiling():
         with _opened_by_python(name):
             yield

@@ -277,7 +277,7 @@ class TrainStep:
 
     @property
     def policy(self) -> Policy:
-        """The ``Policy`` in force."""
+        """The ``Policy`` that is used."""
         return self._options.policy
 
     @property
@@ -357,7 +357,7 @@ class TrainStep:
         return Run(self._owner, self.scaler, self._window, self._device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainStep:
-        """A step of its own: copies of model, optimizer and scaler, captured anew at its first call."""
+        """Return an independent step with copies of model, optimizer and scaler, captured again at its first call."""
         parts = (self.model, self.loss_fn, self.optimizer, self.scaler)
         model, loss_fn, optimizer, scaler = copy.deepcopy(parts, memo)
         own = (self.accumulate_steps, self.max_grad_norm, self._return_output)

@@ -94,7 +94,7 @@ class WholeStep(Backend):
         return call
 
     def _variants(self) -> tuple[bool, ...]:
-        """Which joint graphs are needed, by whether they reduce gradients: that of the last micro-batch does."""
+        """Return which joint graphs are needed, by whether they reduce gradients: that of the last micro-batch does."""
         if self.engine is None:
             return (False,)
         return (False, True) if self.window.size > 1 else (True,)
