@@ -44,9 +44,9 @@ WRONG = {
     "two formats": (["dump", "model.py:make", "--json", "-f", "html"], "--json and --format html contradict"),
     "two formats, one the default": (["dump", "model.py:make", "--json", "-f", "text"], "pass only one of them"),
     "a summary as a picture": (["dump", "model.py:make", "--summary", "-f", "svg"], "--summary is the report of the"),
-    "where to": (["convert", "model.py:make"], "Where to?"),
+    "where to": (["convert", "model.py:make"], "There is no output file"),
     "no folder": (["convert", "model.py:make", "-o", "no/where.pt2"], "there is no folder"),
-    "inputs of a file": (["dump", "any.pt2", "-i", "2"], "leave --input out"),
+    "inputs of a file": (["dump", "any.pt2", "-i", "2"], "omit --input"),
 }  # fmt: skip
 
 
@@ -95,8 +95,8 @@ def bad_files(folder: Path) -> dict[str, str]:
         for name, content in files.items():
             archive.writestr(name, content.replace(b"torch.ops.aten.linear.default", b"torch.os.system"))
     return {
-        "text": "not a torch.export archive", "empty": "not a torch.export archive", "zip": "zip.pt2", "cut": "cut off",
-        "evil": "evil.pt2 is refused",
+        "text": "not a torch.export archive", "empty": "not a torch.export archive", "zip": "zip.pt2",
+        "cut": "truncated", "evil": "evil.pt2 is refused",
     }  # fmt: skip
 
 
