@@ -1,4 +1,4 @@
-"""gather_parameters: a process has some rows of each parameter, and gathers the rest right before it is used.
+"""gather_parameters: gather each sharded parameter right before it is used, in low precision where every reader is low.
 
 1. ``use(w)``  →  ``use(wait(all_gather(w_rows)))``: the input becomes the rows that this process holds.
 2. A parameter that is only read low is cast before the gather, ``all_gather(cast(w_rows))``: the same bits and half the

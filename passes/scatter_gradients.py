@@ -1,4 +1,4 @@
-"""scatter_gradients: gradients of divided parameters are averaged over the processes, and each process gets its rows.
+"""scatter_gradients: average the gradients of sharded parameters over the processes, and give each process its rows.
 
 1. ``unscale([g_1, …])``  →  ``unscale([rows of wait(reduce_scatter(g_1 / processes)), …])``. A low-precision gradient
    is widened to fp32 first, unless another dtype is asked for. Rows are padded to a multiple of the processes.

@@ -19,7 +19,7 @@ from .spec import DataParallel, process_group
 
 
 class DataEngine(Engine):
-    """What a compiled training step asks of a ``DataParallel``."""
+    """Averages the gradients of a compiled training step, as a ``DataParallel`` asks for."""
 
     together = reduces_outside = True
 
@@ -30,14 +30,14 @@ class DataEngine(Engine):
         self.agreed = False
 
     def begin(self, tensors: Sequence[Tensor], facts: Mapping[str, str]) -> None:
-        """Check that all processes agree, then give all of them the first one's values."""
+        """Check that all processes agree, then broadcast the first one's values."""
         check_agreement(self.group, facts, "at compile_train_step")
         with torch.no_grad():
             for tensor in tensors:
                 dist.broadcast(tensor.detach(), group=self.group, group_src=0)
 
     def reduction(self, *, of_sums: bool) -> Reduction:
-        """What the pass ``reduce_gradients`` has to know."""
+        """Return what the pass ``reduce_gradients`` has to know."""
         size = int(self.spec.bucket_mb * (1 << 20))
         return Reduction(self.group.group_name, self.size, self.spec.reduce_dtype, size, self.layout, of_sums)
 

@@ -1,4 +1,4 @@
-"""From what a user asks for to what does it. Engines import torch.distributed, so they are imported when asked for."""
+"""Create the engine for what a user asks for. Engines import torch.distributed, so they are imported on demand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NEEDED = {
 
 
 def make_engine(parallel: Any, model: nn.Module, disabled: Sequence[str] = ()) -> Engine:
-    """The engine of ``compile_train_step(parallel=...)``. ``disabled``: names of passes."""
+    """Return the engine for ``compile_train_step(parallel=...)``. ``disabled``: names of passes."""
     if parallel is None:
         return Engine()
     if not isinstance(parallel, (DataParallel, Sharded)):

@@ -11,7 +11,7 @@ from .parallel import REDUCED, REDUCED_IN_PLACE
 from .sharded import GATHERED, SCATTERED
 from .training import ACCUMULATED, HOISTED, IN_PLACE, SCALED, STEP
 
-#: name -> fact, of all that are defined here
+#: name -> fact, for all facts of this package
 ALL: dict[str, Fact] = {
     value.name: value
     for family in (forward, conversion, functional, training, parallel, sharded)
