@@ -44,8 +44,8 @@ def save_checkpoint(step: Any, folder: str | Path) -> None:
     save(step.state_dict(), checkpoint_id=aside, no_dist=not dist.is_initialized())
     _all_wait()
     if _is_first():
-        shutil.rmtree(old, ignore_errors=True)
         if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
             folder.rename(old)
         aside.rename(folder)
         shutil.rmtree(old, ignore_errors=True)

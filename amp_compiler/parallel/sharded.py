@@ -17,7 +17,7 @@ from ..rewrite.reduction import Reduction
 from ..rewrite.sharding import Sharding
 from .agreement import check_agreement, facts_of
 from .engine import Engine
-from .shards import Shard, divide, make_stand_in, mark_divided
+from .shards import Shard, divide, local_of, make_stand_in, mark_divided
 from .spec import Sharded, process_group
 
 #: parameters and gradients that are smaller share a collective: one of this size takes about as long to send over a
@@ -163,12 +163,15 @@ class ShardEngine(Engine):
         """The norm of the whole gradients. ``norm`` gives that of the rows of this process."""
         from torch.distributed.tensor import DTensor
 
-        rows = [g for g in gradients if isinstance(g, DTensor) and any(p.is_shard() for p in g.placements)]
-        held = [g for g in gradients if all(g is not row for row in rows)]
-        square = norm([g.to_local() for g in rows]).double().square()
+        rows: list[Tensor] = []
+        held: list[Tensor] = []  # whole in every process
+        for gradient in gradients:
+            divided = isinstance(gradient, DTensor) and any(p.is_shard() for p in gradient.placements)
+            (rows if divided else held).append(local_of(gradient))
+        square = norm(rows).double().square()
         dist.all_reduce(square, group=self.group)
         if held:
-            square = square + norm([g.to_local() if isinstance(g, DTensor) else g for g in held]).double().square()
+            square = square + norm(held).double().square()
         total: Tensor = square.sqrt().float()
         return total
 
