@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import os
@@ -37,10 +38,11 @@ _STATE = {"none": 0, "sgd": 0, "momentum": 4, "adamw": 8}
 _UNSCALE = 8
 #: passes that choose kernels for the CPU that is here
 _CPU_KERNELS = ("fuse_cast_matmul", "lower_kernels")
-#: how far the assumptions may be off, as factors: the rate of matrix and of ordinary units, of memory, of the host
+#: how far the assumptions may be off, as factors
 _DOUBTS = (
     (Speed(matrix=0.8), Speed(matrix=1.25)), (Speed(ordinary=0.87), Speed(ordinary=1.15)),
     (Speed(memory=0.87), Speed(memory=1.15)), (Speed(host=0.5), Speed(host=2.0)),
+    (Speed(casts=0.5), Speed(casts=2.0)),
 )  # fmt: skip
 #: speed-up below which mixed precision does not pay
 PAYS = 1.05
@@ -233,12 +235,12 @@ def predict_study(study: Study, device: Device) -> Prediction:
     state = study.parameters * _STATE[study.optimizer] if study.training else 0
     return Prediction(
         device, study.policy.level, study.policy.low, study.training, low.seconds(), base.seconds(), strict.seconds(),
-        _band(base, low), low.breakdown(), base.breakdown(), low.graph.peak_bytes + state,
+        band_of(base, low), low.breakdown(), base.breakdown(), low.graph.peak_bytes + state,
         base.graph.peak_bytes + state, tuple(study.notes(device, low)), low, study,
     )  # fmt: skip
 
 
-def _band(base: Step, low: Step) -> tuple[float, float]:
+def band_of(base: Step, low: Step) -> tuple[float, float]:
     """The speed-up with each assumption off by itself, the deviations added as independent ones are."""
     middle = math.log(max(base.seconds(), 1e-12) / max(low.seconds(), 1e-12))
     down = up = 0.0
@@ -276,8 +278,8 @@ class Study:
         """Check the arguments of ``predict``."""
         if not isinstance(model, nn.Module):
             raise ArgumentError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
-        if isinstance(args, torch.Tensor):
-            raise ArgumentError("args must be a tuple of inputs: write (x,).")
+        if not isinstance(args, (tuple, list)):
+            raise ArgumentError(f"args must be a tuple of inputs, not {type(args).__name__}: write (x,).")
         if optimizer not in OPTIMIZERS:
             raise ArgumentError(
                 f"Unknown optimizer {optimizer!r}: choose one of {', '.join(OPTIMIZERS)}.",
@@ -291,6 +293,12 @@ class Study:
             chosen = dataclasses.replace(chosen, dtype=asked.dtype or default_dtype("cpu" if device.is_cpu else "cuda"))
         kind = "eager" if backend == "auto" else backend
         return cls(model, tuple(args), dict(kwargs or {}), chosen, training, optimizer, kind, world_size, device.is_cpu)
+
+    def at(self, policy: Policy) -> Study:
+        """The same by another policy of the same dtype: what was captured, and the graph in fp32, are shared."""
+        other = copy.copy(self)
+        other.policy, other._graphs = policy, {False: self.graph(False)}
+        return other
 
     @property
     def batch(self) -> int | None:

@@ -1,7 +1,7 @@
 """A model without its weights: the same modules, with fakes in place of their tensors, to be traced for shapes alone.
 
-torch 2.13 internals: ``FakeTensorMode`` (no public name gives out tensors that have a shape, a dtype and a device and no
-memory; those of the meta device have no kernels for some losses).
+torch 2.13 internals: ``FakeTensorMode`` (no public name gives out tensors that have a shape, a dtype and a device and
+no memory; those of the meta device lack kernels for the gradients of some losses).
 """
 
 from __future__ import annotations
