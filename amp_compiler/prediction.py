@@ -18,7 +18,7 @@ from torch import fx, nn
 from . import ir
 from .capture.autodiff import compile_graph
 from .capture.export import Exported, capture_export
-from .capture.fakes import fake_call
+from .capture.fakes import fake_call, sizes_from_data
 from .common.errors import ArgumentError
 from .common.messages import suggestion
 from .common.torch_names import pytree
@@ -71,7 +71,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What ``predict`` found for one device and one level.
+    """What ``predict`` found for one device and one level; ``predict`` makes it.
 
     Attributes:
         device: The device.
@@ -89,6 +89,13 @@ class Prediction:
         memory: Bytes that are in use at the worst moment, with the optimizer's state.
         fp32_memory: The same in fp32.
         notes: What was assumed.
+
+    Examples:
+        >>> import torch
+        >>> from amp_compiler import predict
+        >>> found = predict(torch.nn.Linear(8, 8), (torch.ones(4, 8),), device="t4", training=False)
+        >>> found.pays, found.bound
+        (False, 'launch')
     """
 
     device: Device
@@ -269,6 +276,7 @@ class Study:
         self.disable = () if cpu_kernels else _CPU_KERNELS
         self.parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self._graphs: dict[bool, fx.GraphModule] = {}
+        self._larger: dict[tuple[int, str], Study] = {}
 
     @classmethod
     def of(
@@ -308,9 +316,11 @@ class Study:
 
     def larger(self, times: int) -> Study | None:
         """The same with a larger batch; None if the inputs have none."""
-        batch = self.batch
+        batch, key = self.batch, (times, self.policy.level)
         if batch is None:
             return None
+        if key in self._larger:
+            return self._larger[key]
 
         def grow(value: torch.Tensor) -> torch.Tensor:
             if not value.dim() or value.shape[0] != batch:
@@ -318,8 +328,9 @@ class Study:
             return torch.empty((batch * times, *value.shape[1:]), dtype=value.dtype, device="meta")
 
         args, kwargs = pytree.tree_map_only(torch.Tensor, grow, (self.args, self.kwargs))
-        return Study(self.model, args, kwargs, self.policy, self.training, self.optimizer, self.backend,
-                     self.world_size, not self.disable)  # fmt: skip
+        self._larger[key] = Study(self.model, args, kwargs, self.policy, self.training, self.optimizer, self.backend,
+                                  self.world_size, not self.disable)  # fmt: skip
+        return self._larger[key]
 
     @cached_property
     def captured(self) -> Exported:
@@ -364,7 +375,7 @@ class Study:
             raise _Captured
 
         try:
-            with torch.enable_grad() if self.training else torch.no_grad():
+            with sizes_from_data(), torch.enable_grad() if self.training else torch.no_grad():
                 compile_graph(gm, inputs, "eager", passes)
         except Exception:
             if not found:

@@ -33,7 +33,8 @@ def run(
 
     with c.progress(quiet) as tell:
         machine = look(tell)
-        cpu = this_machine(again=True)
+        tell("measuring this machine")
+        cpu = this_machine()
     advice = list(machine.advice)
     if target is not None:
         request = c.Request(target, inputs, "O2", "", None, [], [], [])
@@ -41,7 +42,7 @@ def run(
         gpus = [known for g in machine.gpus if (known := known_gpu(g.name, g.memory)) is not None]
         advice += predict.advice(target, inputs, gpus[0] if gpus else cpu, quiet)
     if as_json:
-        found = {"amp_compiler": __version__, **asdict(machine), "advice": advice}
+        found = {"amp_compiler": __version__, **asdict(machine), "this_machine": dict(cpu.peak), "advice": advice}
         c.write(json.dumps(found, indent=1), None)
         return
     from rich.table import Table

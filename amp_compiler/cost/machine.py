@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -30,7 +31,7 @@ NAME = "this_machine"
 _SIZE = 512  # of the square matrices that are multiplied
 _ELEMENTS = 1 << 20  # of the tensor that is copied: what activations of a small model take, in the cache of a CPU
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_REPEATS, _PATIENCE = 25, 0.3  # calls of each kind, at most so many seconds
+_REPEATS, _PATIENCE = 50, 0.6  # calls of each kind, at most so many seconds
 aten = torch.ops.aten
 
 
@@ -50,7 +51,8 @@ def this_machine(*, again: bool = False, native: bool = False) -> Device:
 
     ``native``: with torch's own kernels in every dtype, not those that compiled graphs run.
     """
-    path = build.cache_folder() / f"this_machine{'_native' if native else ''}.json"
+    digest = hashlib.sha256(_key().encode()).hexdigest()[:12]
+    path = build.cache_folder() / f"this_machine-{'native-' if native else ''}{digest}.json"
     found = None if again else _read(path)
     if found is None:
         found = measure(native)
@@ -92,8 +94,8 @@ def _kernel(op: OpOverload, values: list[Tensor], native: bool) -> Any:
 
 def _convolution_rate(dtype: torch.dtype, native: bool) -> float:
     """FLOP/s of a convolution with its backward, which does twice the work."""
-    channels, size = 32, 32
-    x = torch.ones(8, channels, size, size, dtype=dtype)
+    channels, size = 64, 16
+    x = torch.ones(16, channels, size, size, dtype=dtype)
     w = torch.ones(channels, channels, 3, 3, dtype=dtype)
     rest = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     forward = _kernel(aten.convolution.default, [x, w], native)

@@ -163,7 +163,7 @@ def test_gradients_of_several_processes_go_over_the_link(large: Prediction) -> N
     moved = 2 * 3 / 4 * 4 * alone.study.parameters / 1e9
     assert alone.breakdown["communication"] == 0
     assert four.breakdown["communication"] == pytest.approx(moved - four.low.graph.backward)
-    assert four.speedup < alone.speedup
+    assert abs(four.speedup - 1) < abs(alone.speedup - 1), "both sides wait for it"
 
 
 def test_inductor_moves_fewer_bytes() -> None:
@@ -252,7 +252,7 @@ def test_a_policy() -> None:
     model, args = layers(2048, 512)
     low, fp32 = (predict(model, args, device=DEVICE, policy=Policy("O2", torch.float16).with_ops(**lists))
                  for lists in ({}, {"fp32": ["linear"]}))  # fmt: skip
-    assert fp32.speedup == pytest.approx(1.0, abs=0.1) < low.speedup
+    assert 0.8 < fp32.speedup <= 1 < low.speedup
 
 
 @given(st.floats(1.0, 8.0), st.sampled_from(["fp16", "bandwidth", "host"]))
