@@ -1,13 +1,13 @@
 """A training step as one graph: model, loss, backward, loss scaling and the choice between old and new state.
 
-Dynamo captures ``loss(model(inputs), targets)`` and guards it; the backend makes the joint graph and gives Dynamo a
-callable that runs all of it at once. Dynamo gets the loss back; the gradients go into the window.
+Dynamo captures ``loss(model(inputs), targets)`` and guards it; the backend builds the joint graph and returns to Dynamo
+a callable that runs all of it at once. The callable returns the loss; the gradients go into the window.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -29,16 +29,21 @@ from .probe import Probe
 from .results import check_loss
 from .window import Window
 
-#: where the arguments of a step's captured function come from, as Dynamo writes it: all else is the model's own
+if TYPE_CHECKING:
+    from ..parallel.data import DataEngine
+
+#: the sources, as Dynamo writes them, of the arguments of a step's captured function; all other inputs are the model's
 _GIVEN = ("L['args']", "L['kwargs']", "L['targets']")
 
 
 class WholeStep(Backend):
-    """Makes one callable of each graph that Dynamo captures: it runs forward and backward and fills the window."""
+    """Turns each graph that Dynamo captures into a callable that runs forward and backward and fills the window."""
 
-    def __init__(self, owner: Owner, options: Options, state: State, window: Window, probe: Probe) -> None:
+    def __init__(
+        self, owner: Owner, options: Options, state: State, window: Window, probe: Probe, engine: DataEngine | None
+    ) -> None:
         super().__init__(owner.model, options, state)
-        self.owner, self.window, self.probe = owner, window, probe
+        self.owner, self.window, self.probe, self.engine = owner, window, probe, engine
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         from ..capture.lower import why_not
@@ -57,7 +62,7 @@ class WholeStep(Backend):
         own = {i for i, source in enumerate(sources) if not source.startswith(_GIVEN)}
         known = {id(tensor): name for name, tensor in self.owner.buffers().items()}
         names = [known.get(id(given), source) for given, source in zip(example_inputs, sources, strict=True)]
-        forward = ir.copy_graph(graph)  # AOTAutograd changes what it is given: outputs are detached there
+        forward = ir.copy_graph(graph)  # AOTAutograd changes its input: it detaches outputs
         backend = resolve_backend(self.options.backend, example_inputs)
         joint = joint_graph(forward, example_inputs, own, decompositions_for(backend))
         places = [n for n in graph.graph.nodes if n.op == "placeholder"]
@@ -65,33 +70,65 @@ class WholeStep(Backend):
             if node.op == "placeholder" and node.meta[ir.ROLE].kind == "primal":
                 node._rename(places[node.meta[ir.ROLE].index].name)
         joint.meta[ir.PARAMETER] = {i for i, n in enumerate(places) if n.meta.get(ir.PARAMETER)}
-
-        steps = order.build(self.options.disable_passes)
-        ctx = Context(
-            self.options.policy, self.options.keep_output_dtypes, backend=backend, accumulates=self.window.size > 1,
-            scales_loss=self.window.scale is not None, recomputes=any("recompute" in n.meta for n in joint.graph.nodes),
-        )  # fmt: skip
+        trained = {id(tensor): name for name, tensor in self.owner.named_trained().items()}
+        joint.meta[ir.NAMES] = {
+            i: trained[id(given)] for i, given in enumerate(example_inputs) if id(given) in trained
+        }
         prepare_kernels(joint, self.options.policy, self.options.disable_passes)
-        steps.step.run(joint, ctx, self.state.history, graph="joint", after="autodiff")
+        variants = [self._variant(ir.copy_graph(joint), backend, reduces) for reduces in self._variants()]
+        last = variants[-1]
+        if self.engine is not None:
+            self.engine.captured(graph, last.joint)
+        rows = graph_rows(graph, len(self.state.pieces))
+        self.state.pieces.append(Piece(graph, rows, cast_totals(last.joint), kernel_counts(last.joint), last.joint))
+        constants = {**dict(forward.named_parameters()), **dict(forward.named_buffers())}
+        attributes = assigned_attributes()
+        runs = [StepGraph(v.joint, v.weights, names, attributes, constants, self.owner, self.window, backend)
+                for v in variants]  # fmt: skip
+        if len(runs) > 1:
+            runs[-1].share_low_copies(runs[0])
+
+        def call(*args: Any) -> Any:
+            if self.probe.looking:
+                return self.probe.run(graph, args)
+            return runs[-1 if self.window.done == self.window.size - 1 else 0](args)
+
+        return call
+
+    def _variants(self) -> tuple[bool, ...]:
+        """Return which joint graphs are needed, by whether they reduce gradients: that of the last micro-batch does."""
+        if self.engine is None:
+            return (False,)
+        return (False, True) if self.window.size > 1 else (True,)
+
+    def _variant(self, joint: fx.GraphModule, backend: str, reduces: bool) -> Variant:
+        steps = order.build(self.options.disable_passes)
+        accumulates = self.window.size > 1
+        ctx = Context(
+            self.options.policy, self.options.keep_output_dtypes, backend=backend, accumulates=accumulates,
+            scales_loss=self.window.scale is not None, recomputes=any("recompute" in n.meta for n in joint.graph.nodes),
+            reduction=self.engine.reduction(of_sums=accumulates) if self.engine is not None and reduces else None,
+        )  # fmt: skip
+        name = "joint, last micro-batch" if reduces and accumulates else "joint"
+        steps.step.run(joint, ctx, self.state.history, graph=name, after="autodiff")
         if self.window.scale is None:
             _own_gradients(joint)
         weights = joint.meta.get(ir.WEIGHTS)
         if weights is not None:
             steps.weights.run(weights, ctx, self.state.history, graph="weights", after="hoist_weight_casts")
-        rows = graph_rows(graph, len(self.state.pieces))
-        self.state.pieces.append(Piece(graph, rows, cast_totals(joint), kernel_counts(joint), joint))
-        constants = {**dict(forward.named_parameters()), **dict(forward.named_buffers())}
-        run = StepGraph(joint, weights, names, assigned_attributes(), constants, self.owner, self.window, backend)
+        return Variant(joint, weights)
 
-        def call(*args: Any) -> Any:
-            return self.probe.run(graph, args) if self.probe.looking else run(args)
 
-        return call
+class Variant(NamedTuple):
+    """A joint graph after all passes, and the graph that makes its low copies of weights, if it has one."""
+
+    joint: fx.GraphModule
+    weights: fx.GraphModule | None
 
 
 def _own_gradients(joint: fx.GraphModule) -> None:
-    """Where no unscale makes new tensors of them: a gradient must share memory with nothing else, as the next
-    micro-batch is added to it in place."""
+    """Clone gradients that share memory with something else, as the next micro-batch is added to them in place. Needed
+    only where no unscaling makes new tensors of them."""
     graph = joint.graph
     last = next(iter(reversed(graph.nodes)))
     results: list[Any] = list(pytree.tree_leaves(last.args[0]))
@@ -119,7 +156,7 @@ def _output(graph: fx.GraphModule, index: int) -> Any:
 
 
 class StepGraph:
-    """Runs a joint graph: gathers what its inputs' roles ask for, hands its outputs on by theirs."""
+    """Runs a joint graph: collects its inputs and distributes its outputs according to their roles."""
 
     def __init__(
         self,
@@ -146,6 +183,11 @@ class StepGraph:
         self.low = None if weights is None else LowCopies(weights.forward, low)
         self.forward = compile_joint(joint, backend)
 
+    def share_low_copies(self, other: StepGraph) -> None:
+        """Use another variant's low copies of the weights, if both need the same ones."""
+        if self.low is not None and other.low is not None and self.low.indices == other.low.indices:
+            self.low = other.low
+
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         window = self.window
         with torch.no_grad(), no_autocast():
@@ -158,7 +200,7 @@ class StepGraph:
             for index in self.restored if window.size > 1 else ():
                 if self.names[index] not in window.saved:
                     window.saved[self.names[index]] = args[index].clone()
-            window.hold(self.attributes)  # Dynamo assigns to them when this has returned
+            window.hold(self.attributes)  # Dynamo assigns to them after this has returned
             return self._hand_on(args, results)
 
     def _value(self, role: ir.Role, args: Sequence[Any], low: Any) -> Any:
@@ -186,7 +228,9 @@ class StepGraph:
         parameters: list[Tensor] = []
         gradients: list[Tensor] = []
         for role, result in zip(self.outputs, results, strict=True):
-            if role.kind == "gradient":
+            if role.kind == "total":
+                args[role.index].grad = None  # it was one of the summands
+            if role.kind in ("gradient", "total"):
                 parameters.append(args[role.index])
                 gradients.append(result)
             elif role.kind == "output":
@@ -203,7 +247,7 @@ class StepGraph:
 
 
 class LowCopies:
-    """The low copies of the weights, made once an update; a weight that was changed since is noticed."""
+    """The low-precision copies of the weights, made once per update, and again if a weight has changed since."""
 
     def __init__(self, make: Callable[..., Any], indices: Sequence[int]) -> None:
         self.make, self.indices = make, indices
@@ -214,7 +258,7 @@ class LowCopies:
         sources = [args[index] for index in self.indices]
         now = (number, [(s._version, s.data_ptr()) for s in sources])
         if now != self.made_for:
-            self.copies = ()  # the old ones go before the new ones come
+            self.copies = ()  # free the old ones before making new ones
             self.copies = self.make(*sources)
             self.made_for = now
         return self.copies
