@@ -14,7 +14,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -22,12 +22,13 @@ from torch import fx, nn
 
 from ..common.errors import AmpError
 from ..policy.scopes import is_inside_call
+from . import wrappers
 from .frames import compile_with, unwatched
 from .handle import Backend, clear_dead, is_handle
 from .handle import Handle as Handle
 from .remedies import Reason
 from .remedies import remedy as remedy
-from .trampolines import Outside
+from .trampolines import Outside, is_library
 
 #: signatures that one compiled module may have before Dynamo gives up on it
 RECOMPILE_LIMIT = 64
@@ -71,6 +72,9 @@ def compile_frame(
     clear_dead()
     if backend.handle is None:
         backend.handle, backend.runs = Handle(backend), weakref.WeakKeyDictionary()
+        if wrappers.has_units(backend.target):
+            wrappers.allow_breaks_in_loops()
+            backend.handle.unrolls = True
     function = _caller(target) if isinstance(target, nn.Module) else target
     settings: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}
     if error_on_graph_break is not None:
@@ -171,6 +175,17 @@ def needs_break() -> bool:
 
 for _question in (is_ours, needs_break):
     _question._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def with_code_of_users(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with a code object of its own, in a file of its own if it is torch's: Dynamo does not capture a frame
+    of ``nn.Sequential.forward``, and captures what it calls."""
+    own: Any = function
+    code: CodeType = own.__code__
+    made: Any = FunctionType(code, own.__globals__, code.co_name, None, own.__closure__)
+    if is_library(code):
+        made.__code__ = code.replace(co_filename=f"<{code.co_qualname}>")
+    return with_own_code(made)
 
 
 @contextlib.contextmanager

@@ -101,6 +101,17 @@ def look_at_forward(module: nn.Module) -> None:
         _look_again(code)
 
 
+def watch_forward(module: nn.Module) -> types.CodeType | None:
+    """The code that runs first in a module's forward, which Dynamo is made to look at; None where that is not a function
+    of its class."""
+    function = None if "forward" in module.__dict__ else type(module).forward
+    code = getattr(function, "__code__", None)
+    if isinstance(code, types.CodeType):
+        _look_again(code)
+        return code
+    return None
+
+
 def forward_is_library(module: nn.Module) -> bool:
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return isinstance(code, types.CodeType) and is_library(code)
@@ -200,6 +211,8 @@ class _Callback:
                 return guarded(trampoline(code, disabled_runner(code, frame.f_globals, self._outside)))
             eval_frame.set_code_exec_strategy(code, SKIP)  # a strategy that is returned could not be taken back
             return ConvertFrameReturn(apply_to_code=False)
+        if outside.is_forward(code):
+            return guarded(trampoline(code, runner(code, frame.f_globals, self._outside, "forward")))
         library = is_library(code)
         users = not library or code is _compiled_call()
         if outside.is_plain() and users and _can_be_called(code):

@@ -13,6 +13,7 @@ from torch import fx
 class Backend(Protocol):
     """Makes a callable of each graph that Dynamo captures."""
 
+    target: Any
     handle: Handle | None
     #: what Dynamo was given -> what it runs
     runs: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] | None
@@ -33,6 +34,7 @@ class Handle:
     def __init__(self, backend: Backend) -> None:
         self._backend = weakref.ref(backend)
         self._codes: dict[int, weakref.ref[CodeType]] = {}
+        self.unrolls = False  # a graph may end inside a loop of the model's code
         self.__name__ = "amp_compiler"
         weakref.finalize(backend, _DEAD.append, self).atexit = False
 
@@ -85,8 +87,14 @@ def clear_dead() -> None:
         _DEAD.pop().clear_caches()
 
 
-def is_handle(compiler: Any) -> bool:
-    """True if a function that Dynamo compiles with is a backend of ours, or wraps one."""
+def innermost(compiler: Any) -> Handle | None:
+    """The backend of ours that a function is which Dynamo compiles with, or that it wraps."""
     from torch._dynamo.eval_frame import innermost_backend
 
-    return isinstance(innermost_backend(compiler), Handle)
+    found = innermost_backend(compiler)
+    return found if isinstance(found, Handle) else None
+
+
+def is_handle(compiler: Any) -> bool:
+    """True if a function that Dynamo compiles with is a backend of ours, or wraps one."""
+    return innermost(compiler) is not None

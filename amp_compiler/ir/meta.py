@@ -30,6 +30,7 @@ WEIGHTS = "amp_weights"  # gm.meta key: the graph that makes the low copies of w
 PATH = "amp_path"  # node.meta key on an input that is a parameter or buffer: its path in the model
 ORIGIN = "amp_origin"  # node.meta key of the Origin (see passes/mark_dtype_origin.py)
 SETTLED = "amp_settled"  # gm.meta key: every value is what its op gives, inside of autocast regions too
+LOW_INPUT = "amp_low_input"  # node.meta key on an input whose values another graph of the call made low: their dtype
 WIDE = "amp_wide"  # node.meta key on an input that counts as wide: what made it so (see wide.py)
 
 

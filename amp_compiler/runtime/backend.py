@@ -78,6 +78,7 @@ class Backend:
         graph = lower(gm, example_inputs, self.options.policy, paths)
         graph.meta[ir.STATE] = effects.kept_values(gm, example_inputs)
         self.mark_wide(gm, graph, example_inputs)
+        self.mark_low(gm, graph, example_inputs)
         marked = marked_modules(modules)
         alone = self.state.running.inherited
         if alone is not None and alone[1] is not None:
@@ -99,6 +100,20 @@ class Backend:
         for note in ctx.notes:
             self.state.leave(note)
         return graph
+
+    def mark_low(self, gm: fx.GraphModule, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+        """Tell ``assign_precision`` which inputs another piece has made low, where one graph would have kept them so."""
+        handed = self.state.handed
+        if not handed.notes_low or self.options.policy.autocast_device is not None:
+            return
+        written = ir.written_nodes(graph.graph)
+        places = [n for n in graph.graph.nodes if n.op == "placeholder"]
+        for number, (place, value) in enumerate(zip(places, example_inputs, strict=False)):
+            plain = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
+            if plain and value.dtype is torch.float32 and place not in written:
+                if (dtype := handed.low(value)) is not None:
+                    place.meta[ir.LOW_INPUT] = dtype
+                effects.guard_input(gm, number, handed.low)
 
     def mark_wide(self, gm: fx.GraphModule, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
         """Tell ``assign_precision`` which inputs are wide. The same code may be called with one that is not, or the

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..capture import dynamo
+from ..capture.wrappers import is_wrapped
 from ..common.errors import AmpError, AmpWarning, ArgumentError, CaptureError
 from ..common.messages import first_line, users_frame
 from ..common.torch_names import is_any_autocast_enabled
@@ -38,6 +39,7 @@ class Captured:
         self._backend = backend or Backend(target, options, state)
         leaves_code = not options.fullgraph and options.policy.rewrites
         self._outside = Uncaptured(target, options, state, self._backend) if leaves_code else None
+        state.handed.notes_low = is_wrapped(target)
         self._function, self._dynamic = function, options.dynamic
         self._run = self._compile()
 
