@@ -17,6 +17,7 @@ from ..common.torch_names import dispatch_mode
 from ..inspect.report import Report
 from ..kernels.all_finite import all_finite
 from ..kernels.norm import total_norm
+from ..parallel.data import DataEngine
 from ..policy import Policy, dtype_name
 from ..rewrite.records import Record
 from ..rewrite.verify import deep_by_default
@@ -75,13 +76,14 @@ class TrainStep:
         accumulate_steps: int,
         max_grad_norm: float | None,
         return_output: bool = False,
+        engine: DataEngine | None = None,
     ) -> None:
         self.model, self.loss_fn, self._return_output = model, loss_fn, return_output
         self.scaler, self.accumulate_steps, self.max_grad_norm = scaler, accumulate_steps, max_grad_norm
         self._options, self._state, self._probe = options, State(), Probe()
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._window = Window(accumulate_steps, self._device)
-        self._owner = Owner(model, loss_fn, optimizer)
+        self._owner, self._engine = Owner(model, loss_fn, optimizer), engine
         self._whole: Captured | None = None
         self._pieces: Pieces | None = None
         self._loss = torch.full((), float("nan"), device=self._device)  # of the last batch
@@ -127,6 +129,8 @@ class TrainStep:
         self._loss = loss.detach()
         self._loss_watch.see(self._loss_finite, first=window.done == 1)
         ends = window.done == window.size
+        if ends and self._pieces is not None:
+            self._reduce()
         result = self._update(loss) if ends else self._result(loss, self._norm(), updated=False)
         return result if extra is output is None else dataclasses.replace(result, extra=extra, output=output)
 
@@ -141,7 +145,16 @@ class TrainStep:
             return None
         with torch.no_grad():
             multiply_(self._gradients(), window.size / window.done)
+        self._reduce()
         return self._update(self._loss)
+
+    def _reduce(self) -> None:
+        """Average the gradients over the processes, where no graph has done it."""
+        if self._engine is None:
+            return
+        self._engine.reduce_(self._owner.named_trained())
+        with torch.no_grad():
+            self._window.see_reduced(all_finite(self._gradients()), self._owner.state())
 
     def _run(self, args: tuple[Any, ...], kwargs: Any, targets: Any) -> Answer:
         try:
@@ -179,7 +192,7 @@ class TrainStep:
 
     def _capture_whole(self) -> Captured:
         options = dataclasses.replace(self._options, fullgraph=True)
-        backend = WholeStep(self._owner, options, self._state, self._window, self._probe)
+        backend = WholeStep(self._owner, options, self._state, self._window, self._probe, self._engine)
         return Captured(self._function(mark=True), self.model, options, self._state, backend, wide=_targets)
 
     def _start_pieces(self, reason: str, args: tuple[Any, ...], kwargs: Any, targets: Any) -> Answer:
@@ -188,6 +201,8 @@ class TrainStep:
         backend = PieceBackend(self.model, self._options, state, self._probe)
         captured = Captured(self._function(mark=False), self.model, self._options, state, backend, wide=_targets)
         pieces = Pieces(captured, self._owner, self._window)
+        if self._engine is not None:
+            self._engine.broken(reason)
         try:
             found = pieces(args, kwargs, targets)
         except RuntimeError as error:
@@ -345,7 +360,7 @@ class TrainStep:
         parts = (self.model, self.loss_fn, self.optimizer, self.scaler)
         model, loss_fn, optimizer, scaler = copy.deepcopy(parts, memo)
         own = (self.accumulate_steps, self.max_grad_norm, self._return_output)
-        twin = TrainStep(model, loss_fn, optimizer, self._options, scaler, *own)
+        twin = TrainStep(model, loss_fn, optimizer, self._options, scaler, *own, self._engine)
         memo[id(self)] = twin
         window = self._window
         for name in ("number", "done", "scale", "found", "saved"):
