@@ -24,7 +24,7 @@ from ..common.errors import CaptureError
 from ..common.torch_names import OpOverload, pytree
 from ..policy import Policy
 from ..policy.ops.row import OpClass
-from . import origin, recurrent, vmap
+from . import origin, placed, recurrent, vmap
 from .higher_order import is_closed
 from .interpreter import LoweringInterpreter, PromotingInterpreter
 from .vmap import is_functorch, is_vmap
@@ -54,11 +54,13 @@ def lower(
     loss = _take_out_loss(gm)
     gm = vmap.without_vmap(gm)
     interpreter = PromotingInterpreter(gm, garbage_collect_values=False) if promote else LoweringInterpreter(gm)
+    fakes = placed.in_global_form(fakes, mode)
     with _tracing(mode):
         lowered = make_fx(interpreter.run, decomposition_table=decompositions(policy), pre_dispatch=True)(
             *fakes
         )
     assert isinstance(lowered, fx.GraphModule)
+    placed.keep_calls(lowered, interpreter.placements)
     lowered.graph.eliminate_dead_code()
     _refuse_leaks(lowered)
     origin.name_inputs(gm, lowered)

@@ -8,6 +8,7 @@ is called is named here and not wrapped: a Python frame of ours would be one mor
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode as dispatch_
 __all__ = [
     "ConvNd", "HigherOrderOperator", "OpOverload", "OpOverloadPacket", "amp_update_scale_", "below_autograd",
     "dispatch_mode", "foreach_add_", "foreach_copy_", "foreach_mul_", "foreach_norm", "foreach_unscale_",
-    "foreach_zero_", "is_any_autocast_enabled", "is_composite", "loads_by_itself", "no_autocast", "pop_function_mode",
+    "foreach_zero_", "is_any_autocast_enabled", "is_composite", "is_dtensor", "loads_by_itself", "no_autocast", "pop_function_mode",
     "profiler_config", "push_function_mode", "pytree", "schema_named", "schema_of", "schemas_of", "unregister",
     "without_dispatch_modes",
 ]  # fmt: skip
@@ -54,6 +55,12 @@ foreach_zero_ = torch._foreach_zero_
 # What torch.amp.GradScaler is made of: one kernel that checks and unscales a list, one that moves the scale.
 foreach_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 amp_update_scale_ = torch._amp_update_scale_
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether a value is a DTensor. Nothing of ``torch.distributed`` is imported for it."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
 
 
 def schema_of(op: OpOverload) -> Any:

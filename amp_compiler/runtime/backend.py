@@ -166,6 +166,7 @@ class Backend:
 
     def run(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         from ..capture.autodiff import compile_graph
+        from ..capture.placed import restored
 
         piece = Piece(graph, graph_rows(graph, len(self.state.pieces)), cast_totals(graph))
         backend = resolve_backend(self.options.backend, example_inputs)
@@ -178,7 +179,7 @@ class Backend:
             chosen.run(differentiated, ctx, self.state.history, graph=kind, after="autodiff")
             piece.casts, piece.kernels = cast_totals(differentiated), kernel_counts(differentiated)
 
-        compiled = compile_graph(graph, example_inputs, backend, joint)
+        compiled = compile_graph(restored(graph), example_inputs, backend, joint)
         self.state.pieces.append(piece)
         return compiled
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..capture.dynamo import RECOMPILE_LIMIT_REACHED
 from ..capture.remedies import Reason, remedy
 from ..common.errors import PipelineError, VerifyError
-from ..common.torch_names import pytree
+from ..common.torch_names import is_dtensor, pytree
 from .owner import Owner
 from .rerun import undisturbed
 from .window import Batch
@@ -21,6 +21,8 @@ def needs_autograd(owner: Owner, given: Any, *, first: bool) -> str | None:
     """Why gradients must come from autograd itself: something waits for them there."""
     if any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in owner.parameters()):
         return "a parameter has a gradient hook, which only autograd calls"
+    if any(map(is_dtensor, owner.parameters())):
+        return "parameters are DTensors, of fully_shard or parallelize_module, whose gradients autograd exchanges"
     for value in pytree.tree_leaves(given):
         if isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:
             return "an input comes from a computation that needs its gradient"
