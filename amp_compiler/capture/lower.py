@@ -40,11 +40,13 @@ def lower(
     *,
     fakes: Sequence[Any] | None = None,
     promote: bool = False,
+    inside: tuple[str, type] | None = None,
 ) -> fx.GraphModule:
     """Lower one graph from Dynamo. ``modules`` maps ``id(module)`` to its path in the user's model.
 
     ``fakes``: values for the graph's inputs other than those of ``example_inputs``. ``promote``: where torch refuses
-    operands of two float dtypes, take the wider (for the twin, see ``twin.py``).
+    operands of two float dtypes, take the wider (for the twin, see ``twin.py``). ``inside``: path and class of the module
+    whose forward the graph is made of, where its call is not in it.
     """
     if fakes is None:
         fakes, mode = fakify(example_inputs)
@@ -66,7 +68,7 @@ def lower(
     origin.name_inputs(gm, lowered)
     origin.mark_parameters(lowered, example_inputs)
     for _, inner in ir.all_graphs(lowered):
-        origin.annotate_origin(inner, modules)
+        origin.annotate_origin(inner, modules, inside)
         for node in inner.graph.nodes:
             for key in (ir.DTYPE_OF, ir.NUMBER_OF):
                 if isinstance(of := node.meta.get(key), fx.Node):

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from ..common.torch_names import inside_ddp
 from .handle import innermost
 
 
@@ -35,12 +36,7 @@ def has_units(target: Any) -> bool:
 def is_wrapped(target: Any) -> bool:
     """Whether ``torch.distributed`` has changed how a model is called: DistributedDataParallel, or ``fully_shard``."""
     owner = target if isinstance(target, nn.Module) else getattr(target, "__self__", None)
-    return isinstance(owner, nn.Module) and (isinstance(owner, _data_parallel()) or has_units(owner))
-
-
-def _data_parallel() -> tuple[type[nn.Module], ...]:
-    module = sys.modules.get("torch.nn.parallel.distributed")
-    return () if module is None else (module.DistributedDataParallel,)
+    return isinstance(owner, nn.Module) and (inside_ddp(owner) is not None or has_units(owner))
 
 
 @functools.cache

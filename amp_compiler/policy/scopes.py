@@ -14,6 +14,7 @@ import torch.fx
 from torch import nn
 
 from ..common.errors import ArgumentError
+from ..common.torch_names import inside_ddp
 from .dtypes import dtype_name, precision_dtype
 
 ATTRIBUTE = "_amp_precision"
@@ -192,7 +193,9 @@ def modules_of(target: Any) -> dict[str, nn.Module]:
     """path -> module for all that a model, or a function that calls models, can call. A module with two names has
     two paths."""
     if isinstance(target, nn.Module):
-        return dict(target.named_modules(remove_duplicate=False))
+        inner = inside_ddp(target)  # its modules have their own names first: "fc", and "module.fc" too
+        own = {} if inner is None else dict(inner.named_modules(remove_duplicate=False))
+        return {**own, **{path: m for path, m in target.named_modules(remove_duplicate=False) if path not in own}}
     owner = getattr(target, "__self__", None)
     if isinstance(owner, nn.Module):
         return modules_of(owner)

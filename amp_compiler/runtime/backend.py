@@ -75,7 +75,7 @@ class Backend:
         start = time.perf_counter()
         modules = modules_of(self.target)
         paths = paths_of(self.target)
-        graph = lower(gm, example_inputs, self.options.policy, paths)
+        graph = lower(gm, example_inputs, self.options.policy, paths, inside=self.state.running.inside)
         graph.meta[ir.STATE] = effects.kept_values(gm, example_inputs)
         self.mark_wide(gm, graph, example_inputs)
         self.mark_low(gm, graph, example_inputs)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..capture import dynamo, frames, wrappers
-from ..common.torch_names import ConvNd, dispatch_mode
+from ..common.torch_names import ConvNd, dispatch_mode, inside_ddp
 from ..ir.nesting import compiled_policy
 from ..policy import Policy
 from ..policy.scopes import ATTRIBUTE, original_of, paths_of
@@ -130,13 +130,14 @@ class Uncaptured:
         assert layer.run is not None
         running = self.state.running
         before, running.inherited = running.inherited, (layer.path, self._around.dtype)
+        inside, running.inside = running.inside, None
         try:
             return self.captured(lambda: layer.run(*args, **kwargs) if layer.run is not None else None)
         except Exception as error:
             if not dynamo.is_capture_failure(error):
                 raise
         finally:
-            running.inherited = before
+            running.inherited, running.inside = before, inside
         if compiled_policy(module) is not None:
             path = layer.path
             self.state.note(f"{path} was amp_compile'd by itself and is not in these graphs: see its own report()")
@@ -159,12 +160,14 @@ class Uncaptured:
                 dynamo.with_code_of_users(function), self.backend, dynamic=self._dynamic, fullgraph=False, outside=self
             )
         running = self.state.running
-        before = running.inherited
-        running.inherited = (layer.path, self._around.dtype) if layer.path else before
+        before = running.inherited, running.inside
+        if layer.path:
+            running.inherited = (layer.path, self._around.dtype)
+            running.inside = (layer.path, type(module))
         try:
             return self.captured(lambda: layer.forward(*args, **kwargs) if layer.forward is not None else None)
         finally:
-            running.inherited = before
+            running.inherited, running.inside = before
 
     def _runs_by_forward(self, module: nn.Module) -> bool:
         return self._units and wrappers.has_units(module)
@@ -199,7 +202,8 @@ class Uncaptured:
         if path is None:
             return None
         run = None
-        if path and not self._runs_by_forward(module) and (self._units or _is_worth_it(module)):
+        of_ddp = module is inside_ddp(self.target)
+        if (path or of_ddp) and not self._runs_by_forward(module) and (self._units or _is_worth_it(module)):
             run = dynamo.compile_frame(
                 module, self.backend, dynamic=self._dynamic, fullgraph=False, error_on_graph_break=True
             )
