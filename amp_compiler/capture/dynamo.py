@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -238,6 +239,11 @@ def _tell_where_autocast_begins() -> None:
     AutocastModeVariable.enter = enter_with_stack  # type: ignore[method-assign]
 
 
+_WRAPPERS = tuple(
+    os.path.join(os.path.dirname(torch.__file__), *parts) for parts in (("distributed",), ("nn", "parallel"))
+)
+
+
 def break_reason(gm: fx.GraphModule) -> Uncaptured | None:
     """Why Dynamo ended this graph, if it ended early."""
     reason = getattr(gm, "compile_subgraph_reason", None)
@@ -247,6 +253,8 @@ def break_reason(gm: fx.GraphModule) -> Uncaptured | None:
     where = ""
     if stack:
         frame = stack[-1]
+        if frame.filename.startswith(_WRAPPERS):
+            return None  # the hooks of a wrapper; the module that they belong to is captured
         where = f"{frame.filename}:{frame.lineno} in {frame.name}: {(frame.line or '').strip()}"
     why = Reason(str(reason.reason))
     return Uncaptured(f"graph break: {why}", where, remedy(why, "\n".join(frame.line or "" for frame in stack)))

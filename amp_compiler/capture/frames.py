@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import sys
 import types
 import weakref
@@ -185,6 +186,7 @@ class _Callback:
         self._torchdynamo_orig_backend = dynamo  # Dynamo keeps caches by the innermost backend
         self._handle = handle
         self._outside = weakref.ref(outside)  # trampolines stay in Dynamo's caches when the model is gone
+        self._empty: set[tuple[types.CodeType, int] | None] = set()  # rounds of a loop without a tensor op
         self._raised: dict[types.CodeType, int] = {}  # how often in a row code has failed while it was traced
 
     def __call__(self, frame: Any, entry: Any, state: Any) -> Any:
@@ -219,6 +221,9 @@ class _Callback:
             if not has_tensor_in_frame(frame):
                 return ConvertFrameReturn()  # as Dynamo does: a logger's methods are many
             return guarded(trampoline(code, runner(code, frame.f_globals, self._outside, "captured")))
+        left = (code, _rounds_left(frame)) if self._handle.unrolls else None
+        if left in self._empty:
+            return ConvertFrameReturn(apply_to_code=False)
         try:
             result = self._torchdynamo_orig_backend(frame, entry, state)
         except TorchRuntimeError as error:
@@ -236,9 +241,18 @@ class _Callback:
         if not outside.watches_disabled and any("torch.compiler.disable" in why for why in counters["graph_break"]):
             outside.watches_disabled = True  # not before: every graph is behind such a call
             _look_again(_disabled_call())
+        if left is not None and result.guarded_code is None and "No ops traced" in (result.skip_reason or ""):
+            self._empty.add(left)  # the same code may have something to do in another round of its loop
+            return ConvertFrameReturn(apply_to_code=False)
         if result.guarded_code is not None or library or not _can_be_called(code) or not _gave_up(result):
             return result
         return guarded(trampoline(code, runner(code, frame.f_globals, self._outside, "plain")))
+
+
+def _rounds_left(frame: Any) -> int:
+    """How often the loop will go round whose rest Dynamo has made a function of; 0 for other code."""
+    values = (v for name, v in frame.f_locals.items() if name.startswith("___stack"))
+    return next((operator.length_hint(v) for v in values if isinstance(v, type(iter(())))), 0)
 
 
 def _gave_up(result: Any) -> bool:

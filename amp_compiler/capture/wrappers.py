@@ -39,6 +39,29 @@ def is_wrapped(target: Any) -> bool:
     return isinstance(owner, nn.Module) and (inside_ddp(owner) is not None or has_units(owner))
 
 
+#: words of Dynamo's about graph breaks that wrappers make by themselves; what they call is captured all the same
+_OWN_BREAKS = (
+    "set_runtime_stats_and_log", "DistributedDataParallel", "torch.nn.parallel.distributed",
+    "the function `disable` in file",
+)  # fmt: skip
+
+
+def is_own_break(reason: str) -> bool:
+    """Whether a wrapper's own code, and none of the model's, ended a graph."""
+    whole = getattr(reason, "whole", reason)
+    return any(words in whole for words in _OWN_BREAKS)
+
+
+def units_note(target: Any) -> str | None:
+    """What a report says about a model that is captured unit by unit."""
+    owner = target if isinstance(target, nn.Module) else getattr(target, "__self__", None)
+    number = sum(map(is_unit, owner.modules())) if isinstance(owner, nn.Module) else 0
+    if not number:
+        return None
+    units = "unit" if number == 1 else "units"
+    return f"fully_shard made {number} {units} of this model: the hooks of each end a graph, and its forward is captured"
+
+
 @functools.cache
 def allow_breaks_in_loops() -> None:
     """Where a model holds units, a graph may end inside a loop: each round gets a graph of its own. The rest of the loop

@@ -44,7 +44,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.relu(self.embed(x))
         for i, block in enumerate(self.blocks):
-            x = x + block(x) * (0.5 + i)
+            x = block(x) * (0.5 + i)
         return self.head(x * 2)  # type: ignore[no-any-return]
 
 
