@@ -4,7 +4,8 @@
 disabled for Dynamo, so that each such module, a *unit*, ends the graph around it: its hooks run as plain Python and its
 forward is captured by itself.
 
-torch 2.13 internals, and why: ``InstructionTranslatorBase.maybe_has_backedge`` (Dynamo leaves a function as plain Python
+torch 2.13 internals, and why: ``_get_fsdp_state`` (a unit's ``MixedPrecisionPolicy``),
+``InstructionTranslatorBase.maybe_has_backedge`` (Dynamo leaves a function as plain Python
 where a graph ends inside a loop, and a model calls its units in loops).
 """
 
@@ -15,6 +16,7 @@ import functools
 import sys
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..common.torch_names import inside_ddp
@@ -37,6 +39,14 @@ def is_wrapped(target: Any) -> bool:
     """Whether ``torch.distributed`` has changed how a model is called: DistributedDataParallel, or ``fully_shard``."""
     owner = target if isinstance(target, nn.Module) else getattr(target, "__self__", None)
     return isinstance(owner, nn.Module) and (inside_ddp(owner) is not None or has_units(owner))
+
+
+def given_low(target: Any) -> frozenset[torch.dtype]:
+    """The low dtypes in which units have their parameters and inputs, by a ``MixedPrecisionPolicy`` of the user's."""
+    owner = target if isinstance(target, nn.Module) else getattr(target, "__self__", None)
+    units: list[Any] = [m for m in owner.modules() if is_unit(m)] if isinstance(owner, nn.Module) else []
+    dtypes = {unit._get_fsdp_state()._mp_policy.param_dtype for unit in units}
+    return frozenset(dtypes & {torch.float16, torch.bfloat16})
 
 
 #: words of Dynamo's about graph breaks that wrappers make by themselves; what they call is captured all the same

@@ -13,6 +13,7 @@ from torch import fx
 
 from .. import ir
 from ..capture import dynamo, effects
+from ..capture.wrappers import given_low
 from ..common.errors import BannedOpError, PolicyError
 from ..common.logs import log
 from ..common.messages import first_line
@@ -36,6 +37,7 @@ class Backend:
     def __init__(self, target: Any, options: Options, state: State) -> None:
         self.target, self.options, self.state = target, options, state
         self.forward = order.build(options.disable_passes).forward
+        self.given_low = given_low(target) if options.policy.rewrites else frozenset()
         self.handle: dynamo.Handle | None = None
         self.runs: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] | None = None
 
@@ -75,7 +77,8 @@ class Backend:
         start = time.perf_counter()
         modules = modules_of(self.target)
         paths = paths_of(self.target)
-        graph = lower(gm, example_inputs, self.options.policy, paths, inside=self.state.running.inside)
+        graph = lower(gm, example_inputs, self.options.policy, paths, inside=self.state.running.inside,
+                      given_low=self.given_low)  # fmt: skip
         graph.meta[ir.STATE] = effects.kept_values(gm, example_inputs)
         self.mark_wide(gm, graph, example_inputs)
         self.mark_low(gm, graph, example_inputs)
@@ -109,8 +112,11 @@ class Backend:
         written = ir.written_nodes(graph.graph)
         places = [n for n in graph.graph.nodes if n.op == "placeholder"]
         for number, (place, value) in enumerate(zip(places, example_inputs, strict=False)):
-            plain = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
-            if plain and value.dtype is torch.float32 and place not in written:
+            if not isinstance(value, torch.Tensor) or place in written:
+                continue
+            if value.dtype in self.given_low:
+                place.meta[ir.LOW_INPUT] = value.dtype
+            elif value.dtype is torch.float32 and not isinstance(value, torch.nn.Parameter):
                 if (dtype := handed.low(value)) is not None:
                     place.meta[ir.LOW_INPUT] = dtype
                 effects.guard_input(gm, number, handed.low)

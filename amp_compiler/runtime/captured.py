@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from ..capture import dynamo
-from ..capture.wrappers import is_own_break, is_wrapped, units_note
+from ..capture.wrappers import given_low, is_own_break, is_wrapped, units_note
 from ..common.errors import AmpError, AmpWarning, ArgumentError, CaptureError
 from ..common.messages import first_line, users_frame
 from ..common.torch_names import is_any_autocast_enabled
+from ..policy import dtype_name
 from ..policy.scopes import Surroundings, inside_call
 from .backend import Backend
 from .options import Options
@@ -42,6 +43,12 @@ class Captured:
         self._wrapped = state.handed.notes_low = is_wrapped(target)
         if (units := units_note(target)) is not None:
             state.note(units)
+        for dtype in given_low(target) - {options.policy.low}:
+            low, given = dtype_name(options.policy.low), dtype_name(dtype)
+            state.leave(
+                f"the MixedPrecisionPolicy of fully_shard rounds parameters and inputs to {given}, and ops run in {low}: "
+                f"leave param_dtype out, or ask for dtype=torch.{given} here"
+            )
         self._function, self._dynamic = function, options.dynamic
         self._run = self._compile()
 

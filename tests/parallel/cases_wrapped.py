@@ -18,7 +18,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from amp_compiler import amp_compile, compile_train_step
+from amp_compiler import all_finite, amp_compile, compile_train_step
+from amp_compiler.kernels.norm import total_norm
+from amp_compiler.kernels.unscale import unscale_
 
 # ------------------------------------------------------------------------------------------------------ models
 
@@ -225,10 +227,127 @@ def step(name: str, wrapper: str, accumulate: int = 1, **options: Any) -> dict[s
     }  # fmt: skip
 
 
-CASES: dict[str, Callable[[], Any]] = {}
-for _model in MODELS:
+def overflow(wrapper: str) -> dict[str, Any]:
+    """Inf in the batch of rank 1 only, then a batch that is right."""
+    model = WRAPPERS[wrapper](MODELS["class"]())
+    together = compile_train_step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), dtype="float16")
+    before = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
+    inputs, targets = batch("class")
+    result = together(inputs * float("inf") if dist.get_rank() == 1 else inputs, targets)
+    changed = [name for name, p in model.named_parameters() if not torch.equal(whole(p.detach()), before[name])]
+    assert together.scaler is not None
+    scale = together.scaler.get_scale()
+    return {
+        "skipped": bool(result.skipped), "changed": changed, "scale": scale,
+        "updated": bool(together(inputs, targets).updated),
+    }  # fmt: skip
+
+
+def unscale_shards() -> dict[str, Any]:
+    """Shards beside plain gradients, with an inf that only rank 1 holds."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    local = torch.full((2, 3), 4.0)
+    if dist.get_rank() == 1:
+        local[0, 0] = float("inf")
+    shards: Any = DTensor.from_local(local, mesh, [Shard(0)])
+    fine: Any = DTensor.from_local(torch.full((2, 3), 3.0), mesh, [Shard(0)])
+    plain, found = torch.full((5,), 8.0), torch.zeros(1)
+    finite = [bool(all_finite([fine, plain])), bool(all_finite([shards, plain]))]
+    norm = float(total_norm([fine, torch.tensor([1.0])], torch.device("cpu")))
+    unscale_([shards, plain], torch.tensor(0.5), found)
+    return {"found": float(found), "local": float(local[1, 1]), "plain": float(plain[0]), "finite": finite,
+            "norm": norm}  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------- tensor parallel
+
+
+def columns_and_rows(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    blocks = [name for name, m in model.named_modules() if is_block(m)]
+    plan: Any = {f"{name}.up": ColwiseParallel() for name in blocks}
+    plan |= {f"{name}.down": RowwiseParallel() for name in blocks}
+    return parallelize_module(model, mesh, plan)
+
+
+class Sequence(nn.Module):
+    """What a transformer does between two attentions, on [batch, sequence, width]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(self.norm(x))))  # type: ignore[no-any-return]
+
+
+def sequence_parallel(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    plan = {"norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel()}
+    return parallelize_module(model, mesh, plan)
+
+
+def tensor_parallel(name: str, **options: Any) -> dict[str, Any]:
+    """Both ranks have the same batch; the gradients are those of one process, but for the order of sums."""
+    make, wrap = {"Sequence": (Sequence, sequence_parallel)}.get(name, (MODELS.get(name), columns_and_rows))
+    assert make is not None
+    model = make()
+    plain = copy.deepcopy(model)
+    inputs = torch.randn(4, 6, 8) if name == "Sequence" else torch.randn(6, 8)
+    own = inputs.chunk(2, 1)[dist.get_rank()] if name == "Sequence" else inputs
+    alone = amp_compile(plain, **options)
+    wanted = alone(inputs)
+    wanted.square().mean().backward()
+    wrapped = wrap(model)
+    compiled = amp_compile(wrapped, **options)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        output = compiled(own)
+        output.square().mean().backward()
+    found, expected = named_gradients(wrapped), named_gradients(plain)
+    target = torch.zeros_like(output)
+    together = compile_train_step(wrapped, nn.functional.mse_loss, torch.optim.SGD(wrapped.parameters(), lr=0.1))
+    losses = [float(together(own, target).loss) for _ in range(3)]
+    return {
+        "precision": [compiled.report().by_precision, alone.report().by_precision],
+        "differing": differing(compiled.report(), alone.report()), "warnings": messages(seen),
+        "off": max(float((found[n] - g).abs().max() / g.abs().max()) for n, g in expected.items()),
+        "output": float((output - wanted).abs().max() / wanted.abs().max()), "losses": losses,
+        "not captured": list(compiled.report().not_captured),
+    }  # fmt: skip
+
+
+class Around(Net):
+    """A value that is read inside and outside of a unit."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.embed(x))
+        for block, factor in zip(self.blocks, (0.5, 1.5), strict=True):
+            x = x + block(x) * factor
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+MODELS["residual"] = Around
+CASES: dict[str, Callable[[], Any]] = {
+    "step class DDP accumulated": functools.partial(step, "class", "DDP", accumulate=2),
+    "step class FSDP2 accumulated": functools.partial(step, "class", "FSDP2", accumulate=2),
+    "step residual FSDP2": functools.partial(step, "residual", "FSDP2"),
+    "forward class FSDP2 auto": functools.partial(forward, "class", "FSDP2", level="auto", exclude=["blocks.0"]),
+    "forward class DDP auto": functools.partial(forward, "class", "DDP", level="auto", exclude=["blocks.0"]),
+    "overflow DDP": functools.partial(overflow, "DDP"),
+    "overflow FSDP2": functools.partial(overflow, "FSDP2"),
+    "shards": unscale_shards,
+    "tensor Sequential bfloat16": functools.partial(tensor_parallel, "Sequential", dtype="bfloat16"),
+    "tensor Sequential float16": functools.partial(tensor_parallel, "Sequential", dtype="float16"),
+    "tensor class bfloat16": functools.partial(tensor_parallel, "class", dtype="bfloat16"),
+    "tensor Sequence bfloat16": functools.partial(tensor_parallel, "Sequence", dtype="bfloat16"),
+    "tensor Sequence float16": functools.partial(tensor_parallel, "Sequence", dtype="float16"),
+}
+for _model in ("Sequential", "class", "BERT", "ResNet"):
     for _wrapper in [*WRAPPERS, "around DDP", "around FSDP2"]:
         for _dtype in ("bfloat16", "float16"):
+            if _wrapper == "FSDP2 with a policy" and _dtype == "float16":
+                continue  # the policy's own dtype is another
             CASES[f"forward {_model} {_wrapper} {_dtype}"] = functools.partial(forward, _model, _wrapper, dtype=_dtype)
             if not _wrapper.startswith("around"):
                 CASES[f"step {_model} {_wrapper} {_dtype}"] = functools.partial(step, _model, _wrapper, dtype=_dtype)
