@@ -26,6 +26,7 @@ from torch import fx
 
 from amp_compiler import ir
 from amp_compiler.common.errors import CaptureError
+from amp_compiler.common.torch_names import collectives
 from amp_compiler.rewrite.base import Context, Dialect, Pass
 from amp_compiler.rewrite.conditions import REDUCES
 from amp_compiler.rewrite.facts import FUNCTIONAL, REDUCED, STEP
@@ -76,15 +77,19 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
     buckets = _by_layout(gradients, layout)
 
     sent: list[fx.Node] = []
-    for bucket in buckets:
+    for number, bucket in enumerate(buckets):
         latest = max(bucket, key=lambda g: g.position).node
         behind = latest if latest.op != "placeholder" else _first(graph).prev
         with graph.inserting_before(behind.next):
             packed = _pack(bucket, reduction, call)
             mean = call(aten.div.Scalar, packed, reduction.size)
-            sent.append(call(torch.ops._c10d_functional.all_reduce.default, mean, "sum", reduction.group))
+            sent.append(call(collectives.all_reduce.default, mean, "sum", reduction.group))
+            for node, name in ((packed, "bucket"), (mean, "mean"), (sent[-1], "sent")):
+                node._rename(f"{name}_{number}")
     with graph.inserting_before(unscale or last):
-        reduced = [call(torch.ops._c10d_functional.wait_tensor.default, node) for node in sent]
+        reduced = [call(collectives.wait_tensor.default, node) for node in sent]
+        for number, node in enumerate(reduced):
+            node._rename(f"reduced_{number}")
         if unscale is not None:
             unscaled = call(torch.ops.amp.unscale.default, reduced, *unscale.args[1:])
             found = call(operator.getitem, unscaled, 1)

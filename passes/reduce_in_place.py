@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from amp_compiler import ir
+from amp_compiler.common.torch_names import collectives
 from amp_compiler.kernels import unscale as _defines_amp_unscale  # noqa: F401
 from amp_compiler.rewrite.base import Context, Dialect, Pass
 from amp_compiler.rewrite.conditions import EAGER, RECOMPUTES_NOTHING, REDUCES
@@ -30,7 +31,7 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
     for node in sent:
         mean = node.args[0]
         assert isinstance(mean, fx.Node)
-        node.target = torch.ops._c10d_functional.all_reduce_.default
+        node.target = collectives.all_reduce_.default
         packed = mean.args[0]
         if isinstance(packed, fx.Node) and ir.op_name(packed) == "cat" and len(packed.users) == 1:
             mean.target = aten.div_.Scalar

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from ..common.errors import ArgumentError
 from ..policy import dtype_name
@@ -51,6 +50,8 @@ def check_reduce_dtype(dtype: Any) -> None:
 
 def process_group(mesh_or_group: Any) -> dist.ProcessGroup:
     """The group of a ``ProcessGroup``, a one-dimensional ``DeviceMesh``, or None."""
+    from torch.distributed.device_mesh import DeviceMesh
+
     if not dist.is_available() or not dist.is_initialized():
         raise ArgumentError(
             "compile_train_step(parallel=...) needs a process group, and torch.distributed is not initialized.",

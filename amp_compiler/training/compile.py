@@ -92,7 +92,7 @@ def compile_train_step(
     options = Options(chosen, backend, chosen.autocast_device is None, disable_passes=asked.disable_passes)
     scaler = None if "scale_loss" in asked.disable_passes else make_scaler(loss_scaler)
     warn_of_low_parameters(model)
-    engine = make_engine(parallel)
+    engine = make_engine(parallel, model, asked.disable_passes)
     if engine is not None:
         start_together(engine, Owner(model, loss_fn, optimizer), chosen, scaler, accumulate_steps, max_grad_norm)
     own = (scaler, accumulate_steps, max_grad_norm, return_output, engine)

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -17,7 +17,6 @@ from ..common.torch_names import dispatch_mode
 from ..inspect.report import Report
 from ..kernels.all_finite import all_finite
 from ..kernels.norm import total_norm
-from ..parallel.data import DataEngine
 from ..policy import Policy, dtype_name
 from ..rewrite.records import Record
 from ..rewrite.verify import deep_by_default
@@ -42,6 +41,9 @@ from .stuck import warn_if_stuck
 from .update import apply_update
 from .whole import WholeStep
 from .window import Batch, Window, multiply_, rng_state
+
+if TYPE_CHECKING:
+    from ..parallel.data import DataEngine
 
 #: the window that a model's gradients belong to; the step owns it, and it may lead back to the model
 _WAITING: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Window]] = weakref.WeakKeyDictionary()
@@ -331,7 +333,7 @@ class TrainStep:
     def _explain(self) -> Overflow:
         captured = self._whole if self._pieces is None else self._pieces.captured
         adapts = isinstance(self.scaler, DynamicLossScaler)
-        return explain_last_update(captured, self._probe, self._owner, self._window, adapts)
+        return explain_last_update(captured, self._probe, self._owner, self._window, adapts, self._engine is not None)
 
     # ------------------------------------------------------------------------------------- checkpointing
 

@@ -7,7 +7,7 @@ callable that runs all of it at once. Dynamo gets the loss back; the gradients g
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -18,7 +18,6 @@ from ..capture.effects import assigned_attributes, input_sources
 from ..common.errors import CaptureError
 from ..common.torch_names import foreach_copy_, no_autocast, pytree
 from ..inspect.report import cast_totals, graph_rows, kernel_counts
-from ..parallel.data import DataEngine
 from ..passes import order
 from ..rewrite.base import Context
 from ..runtime.backend import Backend
@@ -29,6 +28,9 @@ from .owner import Owner
 from .probe import Probe
 from .results import check_loss
 from .window import Window
+
+if TYPE_CHECKING:
+    from ..parallel.data import DataEngine
 
 #: where the arguments of a step's captured function come from, as Dynamo writes it: all else is the model's own
 _GIVEN = ("L['args']", "L['kwargs']", "L['targets']")

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from amp_compiler import DataParallel, ParallelError, compile_train_step
+from amp_compiler import DataParallel, DynamicLossScaler, ParallelError, compile_train_step
 
 
 class Broken(nn.Module):
@@ -78,7 +78,8 @@ def gradients(make: Callable[[], nn.Module] = sequential, **options: Any) -> dic
 def overflow(make: Callable[[], nn.Module] = sequential, **options: Any) -> dict[str, Any]:
     """Inf on rank 1 only, in the first micro-batch."""
     model = make()
-    step = _compile(model, parallel=DataParallel(), dtype=torch.float16, **options)
+    scaler = DynamicLossScaler(init_scale=64.0)  # low enough for every batch but the bad one
+    step = _compile(model, parallel=DataParallel(), dtype=torch.float16, loss_scaler=scaler, **options)
     size = options.get("accumulate_steps", 1)
     for number in range(size):
         step(*_batch(number))
@@ -88,13 +89,14 @@ def overflow(make: Callable[[], nn.Module] = sequential, **options: Any) -> dict
         if dist.get_rank() == 1 and number == 0:
             x = x * 1e30
         result = step(x, y)
+    told = step.explain_overflow()
     after = step.state_dict()
     changed = [name for name, value in after["model"].items() if not torch.equal(value, before["model"][name])]
     for place, state in after["optimizer"]["state"].items():
         held = before["optimizer"]["state"][place]
         changed += [f"optimizer {place} {key}" for key, value in state.items() if not torch.equal(value, held[key])]
     return {"skipped": bool(result.skipped), "scale": step.scaler.get_scale(), "changed": changed,
-            "was": before["scaler"]["scale"]}  # fmt: skip
+            "phase": told.phase, "told": str(told), "was": before["scaler"]["scale"]}  # fmt: skip
 
 
 def flush() -> dict[str, Any]:

@@ -64,8 +64,8 @@ def test_the_pipelines_are_in_order() -> None:
     assert inference.passes == INFERENCE
     assert joint.passes[0].name == inference.passes[0].name == "fold_casts"
     assert [p.name for p in built.step.passes] == [
-        "scale_loss", "fold_casts", "fold_views", "hoist_weight_casts", "fuse_cast_matmul", "lower_kernels",
-        "batch_casts", "accumulate_in_place", "unscale_in_place",
+        "scale_loss", "reduce_gradients", "fold_casts", "fold_views", "hoist_weight_casts", "fuse_cast_matmul",
+        "lower_kernels", "batch_casts", "accumulate_in_place", "unscale_in_place", "reduce_in_place",
     ]  # fmt: skip
     assert set(ALL) == {p.name for p in (*FORWARD, *JOINT, *INFERENCE, *STEP, *PREPARE, *CONVERT, *RUN_CONVERTED)}
 
@@ -198,20 +198,26 @@ def test_what_inductor_does_by_itself_is_left_out() -> None:
 def test_the_passes_of_a_training_step_depend_on_the_situation() -> None:
     step = build().step
     once = "left out: needs several micro-batches per update"
-    assert notes(step, training_step()) == {"hoist_weight_casts": once, "accumulate_in_place": once}
-    assert notes(step, training_step(), accumulates=True) == {}
+    alone = dict.fromkeys(
+        ("reduce_gradients", "reduce_in_place"), "left out: needs gradients that several processes share"
+    )
+    assert notes(step, training_step()) == {"hoist_weight_casts": once, "accumulate_in_place": once, **alone}
+    assert notes(step, training_step(), accumulates=True) == alone
     assert notes(step, training_step(), accumulates=True, scales_loss=False) == {
+        **alone,
         "scale_loss": "left out: needs a loss scale",
         "accumulate_in_place": "left out: needs 'scaled'",
         "unscale_in_place": "left out: needs 'scaled'",
     }
     checkpointed = "left out: needs a step without activation checkpointing"
     assert notes(step, training_step(), accumulates=True, recomputes=True) == {
+        **alone,
         "accumulate_in_place": checkpointed, "unscale_in_place": checkpointed,
     }  # fmt: skip
+    by_itself = ("fold_views", "batch_casts", "accumulate_in_place", "reduce_in_place")
     assert notes(step, training_step(), accumulates=True, backend="inductor") == {
-        name: "left out: needs the eager backend" for name in ("fold_views", "batch_casts", "accumulate_in_place")
-    }
+        **alone, **dict.fromkeys(by_itself, "left out: needs the eager backend"),
+    }  # fmt: skip
 
 
 def test_the_users_choice_comes_before_the_situation() -> None:
