@@ -88,8 +88,8 @@ def _insert(gm: fx.GraphModule, keep_outputs: bool) -> bool:
 
 
 def _low_inputs(graph: fx.Graph) -> bool:
-    """Inputs that count as low have the dtype that the fp32 model gives them: a cast, which loses nothing, and all reads
-    of it from there."""
+    """Inputs that count as low have the dtype that the fp32 model gives them: cast them, which loses nothing, and
+    have all their readers read the result."""
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     first = next((n for n in graph.nodes if n.op != "placeholder"), None)
     modified = False
@@ -98,7 +98,8 @@ def _low_inputs(graph: fx.Graph) -> bool:
         if ir.LOW_INPUT not in node.meta or value is None or known is None or known.out == (value.dtype,):
             continue
         (low,) = known.out
-        assert first is not None and low is not None
+        assert first is not None
+        assert low is not None
         with graph.inserting_before(first):
             new = graph.create_node("call_function", aten.to.dtype, (node, low), name=f"{node.name}_low")
         node.replace_all_uses_with(new, delete_user_cb=lambda user, new=new: user is not new)

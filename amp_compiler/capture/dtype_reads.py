@@ -32,9 +32,10 @@ def may_depend_on_dtype(gm: fx.GraphModule) -> bool:
     return any(_asks(code) for code in codes if not code.co_filename.startswith(_NOT_THE_MODEL))
 
 
-#: what moves DTensors about asks for dtypes to describe them; calls of modules with hooks ask results for their types
+#: what moves DTensors asks for dtypes to describe them; calls of modules with hooks ask results for their types
 _NOT_THE_MODEL = tuple(
-    os.path.join(os.path.dirname(torch.__file__), *parts) for parts in (("distributed",), ("nn", "modules", "module.py"))
+    os.path.join(os.path.dirname(torch.__file__), *parts)
+    for parts in (("distributed",), ("nn", "modules", "module.py"))
 )
 
 

@@ -179,8 +179,8 @@ for _question in (is_ours, needs_break):
 
 
 def with_code_of_users(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with a code object of its own, in a file of its own if it is torch's: Dynamo does not capture a frame
-    of ``nn.Sequential.forward``, and captures what it calls."""
+    """The function with a code object of its own, in a file of its own if it is torch's: Dynamo captures no frame of
+    ``nn.Sequential.forward``, but it does capture what that calls."""
     own: Any = function
     code: CodeType = own.__code__
     made: Any = FunctionType(code, own.__globals__, code.co_name, None, own.__closure__)

@@ -103,8 +103,8 @@ def look_at_forward(module: nn.Module) -> None:
 
 
 def watch_forward(module: nn.Module) -> types.CodeType | None:
-    """The code that runs first in a module's forward, which Dynamo is made to look at; None where that is not a function
-    of its class."""
+    """The code that runs first in a module's forward, which Dynamo is made to look at; None if it isn't a function of
+    the module's class."""
     function = None if "forward" in module.__dict__ else type(module).forward
     code = getattr(function, "__code__", None)
     if isinstance(code, types.CodeType):

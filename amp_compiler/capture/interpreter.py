@@ -31,7 +31,7 @@ class LoweringInterpreter(fx.Interpreter):
 
     @functools.cached_property
     def placements(self) -> Placements:
-        return Placements(self.module)
+        return Placements(self.graph)
 
     def run_node(self, n: fx.Node) -> Any:
         inputs = [self.env[a] for a in n.all_input_nodes if isinstance(self.env.get(a), torch.Tensor)]

@@ -46,9 +46,9 @@ def lower(
     """Lower one graph from Dynamo. ``modules`` maps ``id(module)`` to its path in the user's model.
 
     ``fakes``: values for the graph's inputs other than those of ``example_inputs``. ``promote``: where torch refuses
-    operands of two float dtypes, take the wider (for the twin, see ``twin.py``). ``inside``: path and class of the module
-    whose forward the graph is made of, where its call is not in it. ``given_low``: inputs of these dtypes are lowered as
-    fp32, which they are in the user's model.
+    operands of two float dtypes, take the wider (for the twin, see ``twin.py``). ``inside``: path and class of the
+    module whose forward the graph is made of, where its call is not in it. ``given_low``: inputs of these dtypes are
+    lowered as fp32, which they are in the user's model.
     """
     if fakes is None:
         fakes, mode = fakify(example_inputs)

@@ -2,9 +2,9 @@
 
 A DTensor computes as a tensor of its global shape does, so it is lowered as one: inputs are plain fakes of the global
 shape, and precision is decided as for the model without ``parallelize_module``. What moves values between the local and
-the global form (``from_local``, ``redistribute``, ``to_local``) is a node ``amp::placed``. Before AOTAutograd, which takes
-DTensors apart into local tensors and collectives, ``restored`` puts the calls back in the places of these nodes; they
-run in the precision of what they move.
+the global form (``from_local``, ``redistribute``, ``to_local``) is a node ``amp::placed``. Before AOTAutograd, which
+takes DTensors apart into local tensors and collectives, ``restored`` puts the calls back in the places of these nodes;
+they run in the precision of what they move.
 
 torch 2.13 internals: ``FakeScriptObject.real_obj`` (a device mesh is an input of Dynamo's graphs).
 """
@@ -43,8 +43,8 @@ def in_global_form(fakes: Sequence[Any], mode: Any) -> list[Any]:
 class Placements:
     """The calls of one graph that move values between local and global form, in the order of their nodes."""
 
-    def __init__(self, gm: fx.GraphModule) -> None:
-        values = (n.meta.get("example_value") for n in gm.graph.nodes)
+    def __init__(self, graph: fx.Graph) -> None:
+        values = (n.meta.get("example_value") for n in graph.nodes)
         self.needed = any(map(is_dtensor, values))
         self.calls: list[Callable[[Any], Any]] = []
 

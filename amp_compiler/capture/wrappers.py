@@ -4,7 +4,7 @@
 disabled for Dynamo, so that each such module, a *unit*, ends the graph around it: its hooks run as plain Python and its
 forward is captured by itself.
 
-torch 2.13 internals, and why: ``_get_fsdp_state`` (a unit's ``MixedPrecisionPolicy``),
+torch 2.13 internals, and why: ``_get_module_state`` (a unit's ``MixedPrecisionPolicy``),
 ``InstructionTranslatorBase.maybe_has_backedge`` (Dynamo leaves a function as plain Python
 where a graph ends inside a loop, and a model calls its units in loops).
 """
@@ -45,7 +45,13 @@ def given_low(target: Any) -> frozenset[torch.dtype]:
     """The low dtypes in which units have their parameters and inputs, by a ``MixedPrecisionPolicy`` of the user's."""
     owner = target if isinstance(target, nn.Module) else getattr(target, "__self__", None)
     units: list[Any] = [m for m in owner.modules() if is_unit(m)] if isinstance(owner, nn.Module) else []
-    dtypes = {unit._get_fsdp_state()._mp_policy.param_dtype for unit in units}
+    if not units:
+        return frozenset()
+    from torch.distributed._composable_state import _get_module_state
+
+    # fully_shard(amp_compile(model)) leaves its state with the compiled module, beside the one that is looked at here
+    states: list[Any] = [state for unit in units if (state := _get_module_state(unit)) is not None]
+    dtypes = {state._mp_policy.param_dtype for state in states}
     return frozenset(dtypes & {torch.float16, torch.bfloat16})
 
 
@@ -69,19 +75,19 @@ def units_note(target: Any) -> str | None:
     if not number:
         return None
     units = "unit" if number == 1 else "units"
-    return f"fully_shard made {number} {units} of this model: the hooks of each end a graph, and its forward is captured"
+    return f"fully_shard made {number} {units} of this model: each ends a graph by its hooks, and is captured by itself"
 
 
 @functools.cache
 def allow_breaks_in_loops() -> None:
-    """Where a model holds units, a graph may end inside a loop: each round gets a graph of its own. The rest of the loop
-    needs its iterator, and Dynamo can only hand on that of a tuple. For other backends and models nothing changes."""
+    """Where a model holds units, a graph may end inside a loop: each round gets a graph of its own. The rest of the
+    loop needs its iterator, and Dynamo can only hand on that of a tuple. For other models nothing changes."""
     from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
     from torch._dynamo.variables.base import VariableTracker
 
     asked = InstructionTranslatorBase.maybe_has_backedge
     table = InstructionTranslator.dispatch_table
-    get_iter = table[dis.opmap["GET_ITER"]]
+    get_iter: Any = table[dis.opmap["GET_ITER"]]
 
     def maybe_has_backedge(self: Any) -> bool:
         return not _unrolls(self) and asked(self)

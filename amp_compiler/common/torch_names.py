@@ -42,8 +42,8 @@ __all__ = [
     "ConvNd", "HigherOrderOperator", "OpOverload", "OpOverloadPacket", "amp_update_scale_", "below_autograd",
     "collectives", "dispatch_mode", "foreach_add_", "foreach_copy_", "foreach_mul_", "foreach_norm",
     "foreach_unscale_", "foreach_zero_", "inside_ddp", "is_any_autocast_enabled", "is_composite", "is_dtensor",
-    "loads_by_itself", "no_autocast", "pop_function_mode", "profiler_config", "push_function_mode", "pytree", "schema_named", "schema_of", "schemas_of",
-    "unregister", "without_dispatch_modes",
+    "loads_by_itself", "no_autocast", "pop_function_mode", "profiler_config", "push_function_mode", "pytree",
+    "schema_named", "schema_of", "schemas_of", "unregister", "without_dispatch_modes",
 ]  # fmt: skip
 
 # One kernel for a list of tensors. torch's optimizers are made of them, and no public function gives them out.

@@ -18,8 +18,8 @@ a cast that follows a dtype (``x.to(y.dtype)``) ends the chain. What is computed
 alone is not wide: its values are known, and ``constants`` looks after their range.
 
 ``Handed`` remembers the wide values that pieces of one call hand to each other, and, where a model is in pieces only
-because of ``torch.distributed``, which of them are low: a value goes from piece to piece in the dtype that the fp32 model
-gives it, and the next piece has to treat it as the same graph would.
+because of ``torch.distributed``, which of them are low: a value goes from piece to piece in the dtype that the fp32
+model gives it, and the next piece has to treat it as the same graph would.
 """
 
 from __future__ import annotations

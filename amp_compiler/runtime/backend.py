@@ -105,7 +105,7 @@ class Backend:
         return graph
 
     def mark_low(self, gm: fx.GraphModule, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-        """Tell ``assign_precision`` which inputs another piece has made low, where one graph would have kept them so."""
+        """Tell ``assign_precision`` which inputs another piece made low, where one graph would have kept them so."""
         handed = self.state.handed
         if not handed.notes_low or self.options.policy.autocast_device is not None:
             return

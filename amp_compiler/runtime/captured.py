@@ -46,8 +46,8 @@ class Captured:
         for dtype in given_low(target) - {options.policy.low}:
             low, given = dtype_name(options.policy.low), dtype_name(dtype)
             state.leave(
-                f"the MixedPrecisionPolicy of fully_shard rounds parameters and inputs to {given}, and ops run in {low}: "
-                f"leave param_dtype out, or ask for dtype=torch.{given} here"
+                f"the MixedPrecisionPolicy of fully_shard rounds parameters and inputs to {given}, and ops run in "
+                f"{low}: leave param_dtype out, or ask for dtype=torch.{given} here"
             )
         self._function, self._dynamic = function, options.dynamic
         self._run = self._compile()

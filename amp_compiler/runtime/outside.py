@@ -152,8 +152,10 @@ class Uncaptured:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[[], Any]
     ) -> Any:
         module = args[0] if args else None
-        layer = self._layer(module) if isinstance(module, nn.Module) else None
-        if layer is None or not self._runs_by_forward(module):
+        if not isinstance(module, nn.Module) or not self._runs_by_forward(module):
+            return self.captured(call)
+        layer = self._layer(module)
+        if layer is None:
             return self.captured(call)
         if layer.forward is None:
             layer.forward = dynamo.compile_frame(

@@ -1,4 +1,4 @@
-"""What two ranks do with models that ``torch.distributed`` has wrapped; ``test_wrapped.py`` says what must come of it."""
+"""What two ranks do with models in wrappers of ``torch.distributed``; ``test_wrapped.py`` says what must come of it."""
 
 from __future__ import annotations
 

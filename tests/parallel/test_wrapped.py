@@ -1,4 +1,4 @@
-"""Models that ``torch.distributed`` has wrapped, on two gloo ranks: every op in the precision it has in the model alone."""
+"""Models in wrappers of ``torch.distributed``, on two gloo ranks: every op as in the model alone."""
 
 from __future__ import annotations
 
