@@ -280,6 +280,8 @@ def returns_to_caller(gm: fx.GraphModule, target: Any, outermost: bool) -> bool:
         name = name.removeprefix("torch_dynamo_resume_in_").rpartition("_at_")[0]
     if own is not None and (code is own or (name == own.co_name and code.co_filename == own.co_filename)):
         return True
+    if own is not None and outermost and name.rpartition("_")[0] == own.co_name:
+        return code.co_filename in (own.co_filename, f"<{own.co_qualname}>")  # by with_code_of_users
     return name.startswith("call_") and code.co_filename == __file__ and outermost
 
 

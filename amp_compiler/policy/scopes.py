@@ -193,9 +193,10 @@ def modules_of(target: Any) -> dict[str, nn.Module]:
     """path -> module for all that a model, or a function that calls models, can call. A module with two names has
     two paths."""
     if isinstance(target, nn.Module):
-        inner = inside_ddp(target)  # its modules have their own names first: "fc", and "module.fc" too
+        named = dict(target.named_modules(remove_duplicate=False))
+        inner = inside_ddp(target)  # "fc" is another name of "module.fc" there
         own = {} if inner is None else dict(inner.named_modules(remove_duplicate=False))
-        return {**own, **{path: m for path, m in target.named_modules(remove_duplicate=False) if path not in own}}
+        return {**named, **{path: m for path, m in own.items() if path not in named}}
     owner = getattr(target, "__self__", None)
     if isinstance(owner, nn.Module):
         return modules_of(owner)

@@ -13,10 +13,11 @@ from torch import fx
 
 from .. import ir
 from ..capture import dynamo, effects
-from ..capture.wrappers import given_low
+from ..capture.wrappers import given_low, has_units
 from ..common.errors import BannedOpError, PolicyError
 from ..common.logs import log
 from ..common.messages import first_line
+from ..common.torch_names import inside_ddp
 from ..inspect.report import cast_totals, graph_rows, kernel_counts
 from ..ir.nesting import has_parts
 from ..passes import order
@@ -37,6 +38,7 @@ class Backend:
     def __init__(self, target: Any, options: Options, state: State) -> None:
         self.target, self.options, self.state = target, options, state
         self.forward = order.build(options.disable_passes).forward
+        self.outermost = "" if inside_ddp(target) is None else "module"  # the path of what a caller calls
         self.given_low = given_low(target) if options.policy.rewrites else frozenset()
         self.handle: dynamo.Handle | None = None
         self.runs: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] | None = None
@@ -88,7 +90,7 @@ class Backend:
             marked.setdefault(alone[0], alone[1])
         keep = self.options.keep_output_dtypes
         if not keep and self.options.policy.autocast_device is None:  # uncaptured code sees what fp32 code would see
-            keep = not dynamo.returns_to_caller(gm, self.target, outermost=alone is None)
+            keep = not dynamo.returns_to_caller(gm, self.target, outermost=alone is None or alone[0] == self.outermost)
         ctx = Context(
             self.options.policy,
             keep,
@@ -173,6 +175,7 @@ class Backend:
     def run(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         from ..capture.autodiff import compile_graph
         from ..capture.placed import restored
+        from ..capture.regather import cast_again_in_backward
 
         piece = Piece(graph, graph_rows(graph, len(self.state.pieces)), cast_totals(graph))
         backend = resolve_backend(self.options.backend, example_inputs)
@@ -183,6 +186,8 @@ class Backend:
             chosen = steps.joint if kind == "joint" else steps.inference
             prepare_kernels(differentiated, self.options.policy, self.options.disable_passes)
             chosen.run(differentiated, ctx, self.state.history, graph=kind, after="autodiff")
+            if kind == "joint" and backend == "eager" and has_units(self.target):
+                cast_again_in_backward(differentiated, example_inputs)
             piece.casts, piece.kernels = cast_totals(differentiated), kernel_counts(differentiated)
 
         compiled = compile_graph(restored(graph), example_inputs, backend, joint)

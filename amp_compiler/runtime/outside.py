@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..capture import dynamo, frames, wrappers
-from ..common.torch_names import ConvNd, dispatch_mode, inside_ddp
+from ..common.torch_names import ConvNd, dispatch_mode
 from ..ir.nesting import compiled_policy
 from ..policy import Policy
 from ..policy.scopes import ATTRIBUTE, original_of, paths_of
@@ -204,8 +204,7 @@ class Uncaptured:
         if path is None:
             return None
         run = None
-        of_ddp = module is inside_ddp(self.target)
-        if (path or of_ddp) and not self._runs_by_forward(module) and (self._units or _is_worth_it(module)):
+        if path and not self._runs_by_forward(module) and (self._units or _is_worth_it(module)):
             run = dynamo.compile_frame(
                 module, self.backend, dynamic=self._dynamic, fullgraph=False, error_on_graph_break=True
             )

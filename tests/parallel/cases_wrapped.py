@@ -136,7 +136,8 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 def rows(report: Any) -> list[str]:
     """What each op is, where it stands and how it runs, as far as no graph's own names are in it."""
-    return sorted(f"{row.op} in {row.module or 'the model'}: {row.precision}" for row in report.rows)
+    places = [(row.op, row.module.removeprefix("module").removeprefix("."), row.precision) for row in report.rows]
+    return sorted(f"{op} in {module or 'the model'}: {precision}" for op, module, precision in places)
 
 
 def differing(report: Any, other: Any) -> list[str]:
@@ -225,6 +226,29 @@ def step(name: str, wrapper: str, accumulate: int = 1, **options: Any) -> dict[s
         "updated": bool(ours.updated) and (accumulate > 1 or bool(again.updated)), "warnings": messages(seen),
         "notes": list(together.report().notes), "not captured": list(together.report().not_captured),
     }  # fmt: skip
+
+
+def low_outputs(wrapper: str) -> dict[str, Any]:
+    """Outputs stay as computed if they are asked for so, also where the model is not the outermost module."""
+    made = {name: amp_compile(WRAPPERS[wrapper](make()), keep_output_dtypes=False) for name, make in MODELS.items()
+            if name in ("Sequential", "class")}  # fmt: skip
+    return {name: str(model(batch(name)[0]).dtype) for name, model in made.items()}
+
+
+def freed(wrapper: str) -> dict[str, Any]:
+    """What autograd keeps for the backward: no copy of a parameter."""
+    model = MODELS["class"]()
+    shapes = {tuple(p.shape) for p in model.parameters() if p.dim() > 1}
+    compiled = amp_compile(WRAPPERS[wrapper](model))
+    kept: list[list[Any]] = []
+
+    def keep(value: Tensor) -> Tensor:
+        kept.append([list(value.shape), str(value.dtype)])
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+        called(compiled, batch("class")[0])
+    return {"kept": len(kept), "low copies": [k for k in kept if tuple(k[0]) in shapes and "bfloat16" in k[1]]}
 
 
 def overflow(wrapper: str) -> dict[str, Any]:
@@ -334,6 +358,9 @@ CASES: dict[str, Callable[[], Any]] = {
     "step residual FSDP2": functools.partial(step, "residual", "FSDP2"),
     "forward class FSDP2 auto": functools.partial(forward, "class", "FSDP2", level="auto", exclude=["blocks.0"]),
     "forward class DDP auto": functools.partial(forward, "class", "DDP", level="auto", exclude=["blocks.0"]),
+    "low DDP": functools.partial(low_outputs, "DDP"),
+    "low FSDP2": functools.partial(low_outputs, "FSDP2"),
+    "freed FSDP2": functools.partial(freed, "FSDP2 that frees parameters"),
     "overflow DDP": functools.partial(overflow, "DDP"),
     "overflow FSDP2": functools.partial(overflow, "FSDP2"),
     "shards": unscale_shards,

@@ -81,6 +81,19 @@ def test_all_ranks_skip_if_one_overflows(name: str) -> None:
         assert rank["updated"]
 
 
+@pytest.mark.parametrize("name", cases("low"))
+def test_outputs_stay_low_if_asked_for(name: str) -> None:
+    for rank in found(name):
+        assert rank == {"Sequential": "torch.bfloat16", "class": "torch.bfloat16"}
+
+
+@pytest.mark.parametrize("name", cases("freed"))
+def test_no_low_copy_of_a_parameter_waits_for_the_backward(name: str) -> None:
+    for rank in found(name):
+        assert rank["kept"]
+        assert rank["low copies"] == []
+
+
 def test_kernels_take_shards_beside_plain_gradients() -> None:
     for number, rank in enumerate(found("shards")):
         assert rank["found"] == 1.0, f"rank {number}"
