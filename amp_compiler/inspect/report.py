@@ -134,7 +134,7 @@ class Report(ReportData):
 
 
 def graph_rows(gm: fx.GraphModule, index: int) -> list[Row]:
-    """Return a row for each op of a rewritten graph, without inserted casts, selections of outputs and moves of DTensors."""
+    """Return a row for each op of a rewritten graph; inserted casts, selections and moves of DTensors have none."""
     rows = []
     for name, inner in ir.all_graphs(gm):
         for node in inner.graph.nodes:
