@@ -36,6 +36,8 @@ OF_GRADIENT = "amp_of_gradient"  # node.meta key, True on the cast of a finished
 PATH = "amp_path"  # node.meta key on an input that is a parameter or buffer: its path in the model
 ORIGIN = "amp_origin"  # node.meta key of the Origin (see passes/mark_dtype_origin.py)
 SETTLED = "amp_settled"  # gm.meta key: every value is what its op returns, inside of autocast regions too
+PLACED = "amp::placed"  # the op that stands for a call that moves a DTensor (see capture/placed.py)
+LOW_INPUT = "amp_low_input"  # node.meta key on an input whose values another graph of the call made low: their dtype
 WIDE = "amp_wide"  # node.meta key on an input that counts as wide: what made it so (see wide.py)
 
 

@@ -30,7 +30,7 @@ from ..runtime.state import State
 from ..runtime.work import Work
 from .arguments import check_optimizer
 from .checkpoint import Run, collect, restore
-from .failures import is_ours, needs_autograd, reason_of, users_mistake
+from .failures import is_exchanged_by_autograd, is_ours, needs_autograd, reason_of, users_mistake
 from .loss_watch import LossWatch
 from .of_batch import loss_function
 from .overflow import Overflow
@@ -216,7 +216,8 @@ class TrainStep:
                 "a compiled graph cannot do: use your own training loop with torch.autocast and a DynamicLossScaler."
             ) from error
         self._pieces, self._state = pieces, state
-        state.leave(
+        tell = state.note if is_exchanged_by_autograd(self._owner) else state.leave  # that is as the user asked for
+        tell(
             "the training step is not one graph, so it runs in pieces, with backward() and loss scaling outside of "
             f"them: {reason}"
         )
