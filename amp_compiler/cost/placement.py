@@ -85,7 +85,7 @@ class _Value:
 
 
 class Change(NamedTuple):
-    """What another choice for one op would change: seconds in all, seconds of the op itself, and casts."""
+    """What another choice for one op would change: seconds in all, of them those of ops themselves, and casts."""
 
     seconds: float
     op_seconds: float
@@ -151,24 +151,50 @@ class Problem:
         """The time of an assignment."""
         return self.rank(low)[0] / _UNITS
 
-    def touching(self) -> list[list[int]]:
-        """For each op the values that it makes or reads."""
-        found: list[dict[int, None]] = [{} for _ in self.ops]
+    def changes(self, low: Sequence[bool]) -> dict[int, Change | None]:
+        """For each free op, what it would change to give it the other precision and leave all others, except those
+        that are bound to follow; None if one of these cannot."""
+        touching: list[dict[int, None]] = [{} for _ in self.ops]
         for number, value in enumerate(self.values):
             for op in (value.maker, *(reader for reader, _, _ in value.uses)):
-                found[op][number] = None
-        return [list(numbers) for numbers in found]
-
-    def change(self, low: Sequence[bool], op: int, touching: Sequence[int]) -> Change:
-        """What it would change to give one op the other precision and leave all others. ``touching``: its values."""
+                touching[op][number] = None
+        bound: dict[int, list[int]] = {}
+        for op, other in self.bounds:
+            bound.setdefault(other if low[other] else op, []).append(op if low[other] else other)
         other = list(low)
-        other[op] = not low[op]
-        before = {Cast(v, d) for v in touching if (d := self.values[v].cast(low)) is not None}
-        after = {Cast(v, d) for v in touching if (d := self.values[v].cast(other)) is not None}
-        one, two = (self.ops[op].fp32, self.ops[op].low)[:: 1 if low[op] else -1]
-        casts = sum(self.values[v].cost(other) - self.values[v].cost(low) for v in touching)
+        found: dict[int, Change | None] = {}
+        for op in (number for number, known in enumerate(self.ops) if not known.fixed):
+            turned = self._turned(op, low, bound)
+            if turned is not None:
+                for number in turned:
+                    other[number] = not low[number]
+                values = dict.fromkeys(v for number in turned for v in touching[number])
+                found[op] = self._change(low, other, turned, list(values))
+                for number in turned:
+                    other[number] = low[number]
+            else:
+                found[op] = None
+        return found
+
+    def _turned(self, op: int, low: Sequence[bool], bound: dict[int, list[int]]) -> list[int] | None:
+        """``op`` and the ops that have to change with it; None if one of them is fixed."""
+        turned, todo = {op: None}, [op]
+        while todo:
+            for other in bound.get(todo.pop(), ()):
+                if low[other] is low[op] and other not in turned:
+                    if self.ops[other].fixed:
+                        return None
+                    turned[other] = None
+                    todo.append(other)
+        return list(turned)
+
+    def _change(self, low: Sequence[bool], other: Sequence[bool], turned: Sequence[int], values: list[int]) -> Change:
+        before = {Cast(v, d) for v in values if (d := self.values[v].cast(low)) is not None}
+        after = {Cast(v, d) for v in values if (d := self.values[v].cast(other)) is not None}
+        slower = sum((self.ops[n].fp32 - self.ops[n].low) * (1 if low[n] else -1) for n in turned)
+        casts = sum(self.values[v].cost(other) - self.values[v].cost(low) for v in values)
         added, removed = tuple(sorted(after - before)), tuple(sorted(before - after))
-        return Change((one - two + casts) / _UNITS, (one - two) / _UNITS, added, removed)
+        return Change((slower + casts) / _UNITS, slower / _UNITS, added, removed)
 
     # ------------------------------------------------------------------------------------------------ solving
 

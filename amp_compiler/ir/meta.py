@@ -55,7 +55,8 @@ class Decision:
     ``reason`` is for people, ``rule`` says which rule decided, and ``causes`` names the nodes whose precision, value or
     dtype led to it, the most important first; ``explain`` follows them. ``named``: what the node's own dtype argument
     has to become. ``numbers``: new values of number arguments; ``limit`` says so in words. ``wide``: for each output,
-    what made it wide, or an empty text (see ``wide.py``).
+    what made it wide, or an empty text (see ``wide.py``). ``either``: the rules allow both precisions, which is
+    looked at only where the costs of a device are to choose between them (``passes/place_neutral.py``).
     """
 
     mode: Mode
@@ -70,6 +71,7 @@ class Decision:
     wide: tuple[str, ...] = ()
     causes: tuple[str, ...] = ()
     limit: str = ""
+    either: bool = False
 
 
 def decision(node: fx.Node) -> Decision | None:

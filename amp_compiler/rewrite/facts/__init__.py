@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..base import Fact
 from . import conversion, forward, functional, training
 from .conversion import FROZEN
-from .forward import ASSIGNED, CAPTURED, CAST, NORMALIZED, ORIGIN
+from .forward import ASSIGNED, CAPTURED, CAST, NORMALIZED, ORIGIN, PLACED
 from .functional import BATCHED, FOLDED, FUNCTIONAL, FUSED, LOWERED, PAST_AUTOGRAD, VIEWED
 from .training import ACCUMULATED, HOISTED, IN_PLACE, SCALED, STEP
 
@@ -34,6 +34,7 @@ __all__ = [
     "NORMALIZED",
     "ORIGIN",
     "PAST_AUTOGRAD",
+    "PLACED",
     "SCALED",
     "STEP",
     "VIEWED",
