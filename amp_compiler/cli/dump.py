@@ -163,7 +163,7 @@ def _difference(
     if against is None:
         if after is not None:
             stages = [s for s in found.stages if s.graph == found.stages[-1].graph]
-            before = stages[-2] if len(stages) > 1 else stages[-1]
+            before = next((s for s in stages[-2::-1] if not s.note), stages[-1])  # the pass that ran before
             return difference(part(before.view), part(stages[-1].view), f"after {before.name}", f"after {after}")
         first = found.stages[0].view
         return difference(part(first), part(found.forward), "captured", here, (part(first), part(found.last)))

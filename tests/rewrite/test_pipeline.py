@@ -58,7 +58,7 @@ def test_the_pipelines_are_in_order() -> None:
     built = build()
     joint, inference = built.joint, built.inference
     assert [p.name for p in built.forward.passes] == [
-        "normalize", "mark_dtype_origin", "assign_precision", "insert_casts",
+        "normalize", "mark_dtype_origin", "assign_precision", "place_neutral", "insert_casts",
     ]  # fmt: skip
     assert joint.passes == JOINT
     assert inference.passes == INFERENCE
@@ -154,6 +154,7 @@ def test_a_cascade_is_noted_pass_by_pass() -> None:
         "normalize": "switched off",
         "mark_dtype_origin": "left out: needs 'normalized'",
         "assign_precision": "left out: needs 'normalized'",
+        "place_neutral": "left out: needs a device, whose costs are known",
         "insert_casts": "left out: needs 'assigned'",
     }
 
