@@ -2,8 +2,8 @@
 
 1. ``y = add(x, bias)``, fp32 because ``bias`` is, and read by a product  →  low, if casting ``bias`` and adding in low
    precision takes less time than adding in fp32 and casting ``y``
-2. ``gelu(h)`` and ``tanh(h)``, low because ``h`` is, and both read by fp32 ops  →  fp32, if one cast of ``h`` takes less
-   than the casts of both results
+2. ``gelu(h)`` and ``tanh(h)``, low because ``h`` is, and both read by fp32 ops  →  fp32, if one cast of ``h`` takes
+   less than the casts of both results
 3. ``view``, ``relu`` and other ops that move values go with their input; one with several inputs (``cat``) is low only
    if all of them are
 
@@ -81,7 +81,7 @@ class _Graph:
         self.by_name = {node.name: node for node in gm.graph.nodes}
         self.problem = Problem()
         #: ops of the problem for all that is fixed in a precision
-        self.fixed = {dtype: self.problem.add_op(0, 0, usual=dtype is self.low, fixed=True) for dtype in (F32, self.low)}
+        self.fixed = {d: self.problem.add_op(0, 0, usual=d is self.low, fixed=True) for d in (F32, self.low)}
         self.of: dict[fx.Node, int] = {}
         self.numbered: list[fx.Node] = []  # the values of the problem
         self._differentiated = _with_gradient(gm, inside is not None) if ctx.differentiated else frozenset()
@@ -137,7 +137,7 @@ class _Graph:
         return known.precision is self.low and self._dtype(operand) is F32
 
     def _dtype(self, node: fx.Node) -> torch.dtype | None:
-        """The precision that the rules gave a value, or an op of several results; None if it is neither fp32 nor low."""
+        """The precision that the rules gave a value or an op of several results; None if it isn't fp32 or low."""
         known = ir.decision(node)
         dtype = ir.dtype_of(node)
         if dtype is None or (known is not None and known.either):
@@ -180,7 +180,7 @@ class _Graph:
         return self.costs.cast_seconds(wide, self.low), self.costs.cast_seconds(low, F32)
 
     def _reads(self, node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
-        """(value, op of the problem whose precision it is wanted in) for each use that ``insert_casts`` may cast for."""
+        """(value, op of the problem that says in which precision it is wanted) for each use with a cast, if need be."""
         known = ir.decision(node)
         if node.op == "output":
             yield from self._outputs(node)
@@ -230,8 +230,8 @@ class _Graph:
                 new = self._decided(node, known, self.low if low[op] else F32, changes.get(op))
             elif ir.is_getitem(node) and decisions.selected(node).out != known.out:
                 new = decisions.selected(node)
-            elif known.rule is Rule.FOLLOWS and any(self._differs(cause, known) for cause in known.causes):
-                new = replace(known, reason=f"stays {dtype_name(known.out[0])}, {_FOLLOWED}")
+            elif known.rule is Rule.FOLLOWS and known.named and any(self._differs(c, known) for c in known.causes):
+                new = replace(known, reason=f"stays {dtype_name(known.named)}, {_FOLLOWED}")
             if new != known:
                 ir.decide(node, new)
                 modified = True
@@ -239,7 +239,7 @@ class _Graph:
 
     def _differs(self, cause: str, known: Decision) -> bool:
         """True if the value whose dtype a cast took has another one now."""
-        return ir.dtype_of(self.by_name[cause]) != known.out[0] if cause in self.by_name else False
+        return cause in self.by_name and ir.dtype_of(self.by_name[cause]) != known.named
 
     def _decided(self, node: fx.Node, known: Decision, dtype: torch.dtype, change: Change | None) -> Decision:
         choice = policy_at(node, self.ctx.policy).classify(ir.op_name(node))

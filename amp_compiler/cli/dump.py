@@ -63,6 +63,7 @@ def run(
     low: c.WhiteList = [],  # noqa: B006
     fp32: c.BlackList = [],  # noqa: B006
     exclude: c.Exclude = [],  # noqa: B006
+    device: c.Device = None,
     capture: c.Capture = "auto",
     disable: c.Disable = [],  # noqa: B006
     output: c.Output = None,
@@ -78,7 +79,8 @@ def run(
     if summary and (chosen != "text" or diff or against is not None or module is not None):
         raise ArgumentError("--summary is the report of the whole model as text: leave --format, --diff, --against and "
                             "--module out.")  # fmt: skip
-    request = c.Request(target, inputs, level, dtype, policy, low, fp32, exclude, graph, capture, tuple(disable))
+    request = c.Request(target, inputs, level, dtype, policy, low, fp32, exclude, graph, capture, tuple(disable),
+                        device)  # fmt: skip
     if diff or against is not None:
         if chosen not in ("text", "json"):
             raise ArgumentError("A difference is text or json; --format html steps through the passes instead.")
@@ -163,7 +165,7 @@ def _difference(
     if against is None:
         if after is not None:
             stages = [s for s in found.stages if s.graph == found.stages[-1].graph]
-            before = next((s for s in stages[-2::-1] if not s.note), stages[-1])  # the pass that ran before
+            before = stages[-2] if len(stages) > 1 else stages[-1]
             return difference(part(before.view), part(stages[-1].view), f"after {before.name}", f"after {after}")
         first = found.stages[0].view
         return difference(part(first), part(found.forward), "captured", here, (part(first), part(found.last)))

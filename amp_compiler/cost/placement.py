@@ -19,13 +19,13 @@ source's side and v on the sink's, that is if u is fp32 and v is low:
 5. an op that must not be lower than another: other → op without limit.
 
 So for every assignment of the ops the cheapest sides of the nodes ``a`` and ``b``, each of which can be chosen by
-itself, make the cut exactly as heavy as the assignment is slow; the other way round, a cut of finite weight is an
-assignment that keeps rule 5 and is no slower than the cut is heavy. Hence the minimum cut is the fastest assignment, not
-an approximation of it.
+itself, make the cut exactly as heavy as the assignment is slow. The other way round, a cut of finite weight is an
+assignment that keeps rule 5 and is no slower than the cut is heavy. Hence the minimum cut is the fastest assignment,
+not an approximation of it.
 
 Times are counted in whole femtoseconds, so that ties are ties. Among equally fast assignments the one with the fewest
-ops that differ from the usual choice is taken, then the one with the fewest casts, and then the one with the most ops in
-fp32, of which there is only one (the source sides of minimum cuts are closed under union). The first two are further
+ops that differ from the usual choice is taken, then the one with the fewest casts, and then the one with the most ops
+in fp32, of which there is only one (the source sides of minimum cuts are closed under union). The first two are further
 digits of every capacity, below the time's.
 """
 
@@ -159,8 +159,9 @@ class Problem:
             for op in (value.maker, *(reader for reader, _, _ in value.uses)):
                 touching[op][number] = None
         bound: dict[int, list[int]] = {}
-        for op, other in self.bounds:
-            bound.setdefault(other if low[other] else op, []).append(op if low[other] else other)
+        for op, limit in self.bounds:
+            first, second = (limit, op) if low[limit] else (op, limit)
+            bound.setdefault(first, []).append(second)
         other = list(low)
         found: dict[int, Change | None] = {}
         for op in (number for number, known in enumerate(self.ops) if not known.fixed):
@@ -257,7 +258,7 @@ class _Network:
             self._edge(*((shared, reader) if forward else (reader, shared)), None)
 
     def _edge(self, start: object, end: object, capacity: int | None) -> None:
-        if start == end or end == _SOURCE or start == _SINK or capacity == 0:
+        if start in (end, _SINK) or end == _SOURCE or capacity == 0:
             return  # never cut, or of no weight
         if start == _SOURCE and end == _SINK:
             return  # always cut

@@ -142,6 +142,8 @@ class Condition:
     #: in words that follow "needs"
     needs: str
     holds: Callable[[Context], bool]
+    #: True if it holds only where a user asks for the pass: a run without it has nothing to tell of the pass
+    asked: bool = False
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,10 @@ class Pass:
     ensures: tuple[Fact, ...]
     run: Callable[[fx.GraphModule, Context], bool]
     when: tuple[Condition, ...] = ()
+
+    def is_asked(self, ctx: Context) -> bool:
+        """False for a pass that somebody has to ask for, and nobody did."""
+        return all(condition.holds(ctx) for condition in self.when if condition.asked)
 
     def unmet(self, ctx: Context) -> str:
         """What the pass needs and this situation lacks; "" if the pass applies."""

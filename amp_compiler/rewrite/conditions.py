@@ -12,7 +12,7 @@ ACCUMULATES = Condition("several micro-batches per update", lambda ctx: ctx.accu
 SCALES_LOSS = Condition("a loss scale", lambda ctx: ctx.scales_loss)
 #: torch's partitioner, which decides what is computed twice, takes functional graphs only
 RECOMPUTES_NOTHING = Condition("a step without activation checkpointing", lambda ctx: not ctx.recomputes)
-KNOWS_COSTS = Condition("a device, whose costs are known", lambda ctx: ctx.costs is not None)
+KNOWS_COSTS = Condition("a device, whose costs are known", lambda ctx: ctx.costs is not None, asked=True)
 STORES_LOW = Condition("cast_params", lambda ctx: ctx.weights is None or ctx.weights.store_low)
 CACHES_WEIGHTS = Condition("cache_weights", lambda ctx: ctx.caches_weights)
 #: the compiled kernels pack low weights as fast as fp32 ones: copies would only cost memory

@@ -19,7 +19,7 @@ class Pipeline:
 
     ``given``: the facts that the graphs have before the first pass. ``switched_off``: names of passes that a user does
     not want. A pass that does not apply in a situation (``Pass.when``) is left out, and so is one that needs what a
-    missing one would have made; its record says why.
+    missing one would have made; its record says why. One that nobody asked for leaves no record.
     """
 
     passes: tuple[Pass, ...]
@@ -71,7 +71,7 @@ class Pipeline:
         verify(gm, facts, ctx, after, deep=deep)
         ran: list[str] = []
         begun, changed = len(history), False
-        for step in self.passes:
+        for step in (p for p in self.passes if p.is_asked(ctx)):
             note = self._why_not(step, ctx, facts)
             if note:
                 history.append(record(step.name, 0.0, False, gm, graph, history, note, fresh=len(history) == begun))

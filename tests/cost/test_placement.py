@@ -159,10 +159,12 @@ def test_ties_go_to_the_usual_choice_and_then_to_fewer_casts() -> None:
     problem.add_value(first, 0, 0, [Use(second)])
     assert problem.solve() == (True, False)  # a cast that costs nothing, and both as usual
     problem = Problem()
-    low, free, wide = (problem.add_op(1.0, 1.0, usual=c, fixed=f) for c, f in ((True, True), (True, False), (True, False)))
-    problem.add_value(low, 0, 0, [Use(free)])
-    problem.add_value(free, 0, 0, [Use(wide)])
-    assert problem.rank(problem.solve()) == (3 * 10**15, 0, 0)
+    product, norm = (problem.add_op(0, 0, usual=low, fixed=True) for low in (True, False))
+    one, two = (problem.add_op(1.0, 1.0, usual=low) for low in (True, False))
+    problem.add_value(product, 0, 0, [Use(one), Use(two)])
+    problem.add_value(one, 0, 0, [Use(norm)])
+    problem.add_value(two, 0, 0, [Use(norm)])
+    assert problem.rank(problem.solve())[1:] == (0, 2)
 
 
 def test_an_op_that_moves_values_is_never_lower_than_they_are() -> None:

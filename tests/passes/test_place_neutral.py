@@ -97,8 +97,8 @@ def test_the_reason_counts_what_the_other_choice_would_change() -> None:
     assert known is not None
     up_and_down, row_cast, op = 2 * 32 * 6, 4 * 6, (32 + 4 + 32) * 2
     assert known.reason == (
-        f"on bytes float32 would cost {(up_and_down - row_cast + op) / 1e3:.3g} µs more: 2 more casts of 192 B, 1 fewer "
-        "of 8 B; the op itself 0.136 µs more"
+        f"on bytes float32 would cost {(up_and_down - row_cast + op) / 1e3:.3g} µs more: "
+        "2 more casts of 192 B, 1 fewer of 8 B; the op itself 0.136 µs more"
     )
 
 
