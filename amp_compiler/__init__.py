@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .common.errors import CaptureError as CaptureError
     from .common.errors import CheckpointError as CheckpointError
     from .common.errors import DrawingError as DrawingError
+    from .common.errors import ParallelError as ParallelError
     from .common.errors import PipelineError as PipelineError
     from .common.errors import PolicyError as PolicyError
     from .common.errors import ScalerError as ScalerError
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from .inspect.profile import count_casts as count_casts
     from .inspect.report import Report as Report
     from .module import AmpModule as AmpModule
+    from .parallel.spec import DataParallel as DataParallel
     from .policy import Policy as Policy
     from .policy.scopes import precision as precision
     from .policy.scopes import set_precision as set_precision
@@ -59,8 +61,10 @@ _PUBLIC = {
     "CaptureError": "common.errors",
     "CheckpointError": "common.errors",
     "ConvertedModel": "conversion.converted",
+    "DataParallel": "parallel.spec",
     "DrawingError": "common.errors",
     "DynamicLossScaler": "training.scalers",
+    "ParallelError": "common.errors",
     "PipelineError": "common.errors",
     "Policy": "policy",
     "PolicyError": "common.errors",

@@ -7,8 +7,8 @@ So the gradients of one micro-batch never all exist beside the sums, as they do 
 functional afterwards; Inductor plans its memory by itself. Left alone is a graph with a parameter that is not fp32 or
 a gradient that is sparse.
 
-Requires: scaled; the eager backend, several micro-batches per update, no activation checkpointing. Ensures:
-accumulated. A second run changes nothing.
+Requires: scaled; the eager backend, several micro-batches per update, a micro-batch whose gradients are not reduced
+over processes, no activation checkpointing. Ensures: accumulated. A second run changes nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import fx
 from amp_compiler import ir
 from amp_compiler.kernels import all_finite as _defines_all_finite  # noqa: F401
 from amp_compiler.rewrite.base import Context, Dialect, Pass
-from amp_compiler.rewrite.conditions import ACCUMULATES, EAGER, RECOMPUTES_NOTHING
+from amp_compiler.rewrite.conditions import ACCUMULATES, ADDS_ONLY, EAGER, RECOMPUTES_NOTHING
 from amp_compiler.rewrite.facts import ACCUMULATED, SCALED
 
 aten = torch.ops.aten
@@ -61,5 +61,5 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
 
 PASS = Pass(
     "accumulate_in_place", Dialect.FUNCTIONAL, requires=(SCALED,),
-    ensures=(ACCUMULATED,), run=run, when=(EAGER, ACCUMULATES, RECOMPUTES_NOTHING),
+    ensures=(ACCUMULATED,), run=run, when=(EAGER, ACCUMULATES, ADDS_ONLY, RECOMPUTES_NOTHING),
 )  # fmt: skip

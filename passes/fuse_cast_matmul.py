@@ -4,7 +4,8 @@
    bias, and ``bmm``. A cast goes in only if what it reads is an input of the graph (which is there anyway) or nothing
    else reads it, and only if all that read the low copy are such products: where the low copy is needed, it is read.
 2. ``unscale([t(mm(g, x): bf16)])``, ``return cast(mm(g, x): bf16, f32)``  →  ``cast_matmul(g, x, None, bf16, f32)``, in
-   the backward: a gradient that is wanted in fp32 comes out of the sum in fp32, and is never rounded to low
+   the backward: a gradient that is wanted in fp32 comes out of the sum in fp32, and is never rounded to low; likewise
+   one that is cast to fp32 to be sent to other processes
 3. on a CPU that computes low products in fp32 (``kernels/cpu.py``) every product of low operands becomes one; on one
    that has low-precision units none does
 
@@ -126,6 +127,8 @@ def _wide_reader(node: fx.Node) -> fx.Node | None:
         if ir.op_name(user) == "amp::unscale" and node.meta["val"].dtype in ir.LOW_DTYPES:
             return user
         if ir.is_float_cast(user) and ir.cast_dtype(user) is torch.float32:
+            if ir.OF_GRADIENT in user.meta:
+                return user
             of_backward = user.meta.get("partitioner_tag") == "is_backward"
             return user if of_backward and all(u.op == "output" for u in user.users) else None
         if user.target not in _VIEWS:

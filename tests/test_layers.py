@@ -18,7 +18,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {"amp_compiler": "amp_compiler", "amp_compiler.passes": "passes", "amp_compiler.kernels": "kernels"}
 FRONT = "amp_compiler"  # the room of the modules that are in no other
 #: where private names of torch may be
-MAY_NAME_PRIVATE = ("amp_compiler.capture.", "amp_compiler.common.torch_names", "amp_compiler.common.compat")
+MAY_NAME_PRIVATE = (
+    "amp_compiler.capture.", "amp_compiler.parallel.", "amp_compiler.common.torch_names", "amp_compiler.common.compat",
+)  # fmt: skip
 
 
 class Module(NamedTuple):

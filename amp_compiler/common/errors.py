@@ -165,6 +165,18 @@ class CheckpointError(AmpError, RuntimeError):
     """
 
 
+class ParallelError(AmpError, RuntimeError):
+    """The processes that train a model together do not run the same thing: the message says what differs, and where.
+
+    Every process of the group raises it, before any of them could wait for another in a collective.
+
+    Examples:
+        >>> from amp_compiler import AmpError, ParallelError
+        >>> issubclass(ParallelError, AmpError)
+        True
+    """
+
+
 class ArchiveError(AmpError, RuntimeError):
     """The file of a converted model cannot be written or read: it is damaged, something else, too new, or unsafe to
     load.

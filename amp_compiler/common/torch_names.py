@@ -39,10 +39,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode as dispatch_
 
 __all__ = [
     "ConvNd", "HigherOrderOperator", "OpOverload", "OpOverloadPacket", "amp_update_scale_", "below_autograd",
-    "dispatch_mode", "foreach_add_", "foreach_copy_", "foreach_mul_", "foreach_norm", "foreach_unscale_",
-    "foreach_zero_", "is_any_autocast_enabled", "is_composite", "loads_by_itself", "no_autocast", "pop_function_mode",
-    "profiler_config", "push_function_mode", "pytree", "schema_named", "schema_of", "schemas_of", "unregister",
-    "without_dispatch_modes",
+    "collectives", "dispatch_mode", "foreach_add_", "foreach_copy_", "foreach_mul_", "foreach_norm",
+    "foreach_unscale_", "foreach_zero_", "is_any_autocast_enabled", "is_composite", "loads_by_itself", "no_autocast",
+    "pop_function_mode", "profiler_config", "push_function_mode", "pytree", "schema_named", "schema_of", "schemas_of",
+    "unregister", "without_dispatch_modes",
 ]  # fmt: skip
 
 # One kernel for a list of tensors. torch's optimizers are made of them, and no public function gives them out.
@@ -54,6 +54,9 @@ foreach_zero_ = torch._foreach_zero_
 # What torch.amp.GradScaler is made of: one kernel that checks and unscales a list, one that moves the scale.
 foreach_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 amp_update_scale_ = torch._amp_update_scale_
+
+# The functional collectives as ops, which is how they stand in a graph; torch.distributed has functions only.
+collectives = torch.ops._c10d_functional
 
 
 def schema_of(op: OpOverload) -> Any:

@@ -31,14 +31,17 @@ from .graphs import (
     unscale_of,
 )
 from .meta import (
+    BUCKETS,
     CLOSED,
     CONSTANT,
     DTYPE_OF,
     KERNEL,
     LOSS,
     META,
+    NAMES,
     NESTED,
     NUMBER_OF,
+    OF_GRADIENT,
     ORIGIN,
     OUTPUT_DTYPES,
     PARAMETER,
@@ -108,6 +111,7 @@ from .values import (
 )
 
 __all__ = [
+    "BUCKETS",
     "CLOSED",
     "CONSTANT",
     "DTYPE_NAMES",
@@ -118,8 +122,10 @@ __all__ = [
     "LOW_DTYPES",
     "MAY_RETURN_INPUT",
     "META",
+    "NAMES",
     "NESTED",
     "NUMBER_OF",
+    "OF_GRADIENT",
     "OPERANDS",
     "ORIGIN",
     "OUTPUT_DTYPES",

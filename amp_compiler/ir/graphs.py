@@ -24,15 +24,21 @@ def call(graph: fx.Graph, mode: Any, target: Any, args: tuple[Any, ...], kwargs:
 
 def unscale_of(gm: fx.GraphModule) -> tuple[fx.Node, list[fx.Node], list[int]] | None:
     """(``amp::unscale``, the gradients that go in, the places of the outputs that come out of it) of a training step;
-    None if a gradient is sparse or is rounded again behind it, as a low parameter's is."""
+    None if a gradient is sparse, is rounded again behind it, as a low parameter's is, or is part of a bucket."""
     op = next((n for n in gm.graph.nodes if op_name(n) == "amp::unscale"), None)
     last = next(iter(reversed(gm.graph.nodes)))
     results = pytree.tree_leaves(last.args[0])
     places = [i for i, role in enumerate(gm.meta[ROLE]) if role.kind == "gradient"]
-    if op is None or not all(is_getitem(results[i]) for i in places):
+    if op is None or not places or not all(_comes_from(results[i], op) for i in places):
         return None
     given = [n for n in pytree.tree_leaves(op.args[0]) if isinstance(n, fx.Node)]
     return None if any(n.meta["val"].layout is not torch.strided for n in given) else (op, given, places)
+
+
+def _comes_from(gradient: fx.Node, op: fx.Node) -> bool:
+    """True if ``gradient`` is ``op(…)[0][i]``."""
+    gradients = gradient.args[0] if is_getitem(gradient) else None
+    return isinstance(gradients, fx.Node) and is_getitem(gradients) and gradients.args[0] is op
 
 
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:

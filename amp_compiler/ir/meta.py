@@ -27,6 +27,9 @@ LOSS = "amp_loss"  # gm.meta key: the output that is the loss, in the graph of a
 ROLE = "amp_role"  # node.meta key of the Role of an input of a joint graph; gm.meta key: those of its outputs
 RESTORED = "amp_restored"  # gm.meta key: the Roles of outputs that a skipped update must leave as they were
 WEIGHTS = "amp_weights"  # gm.meta key: the graph that makes the low copies of weights, once an update
+NAMES = "amp_names"  # gm.meta key: place of each parameter among the forward's inputs -> its name in the model
+BUCKETS = "amp_buckets"  # gm.meta key: the names of the parameters whose gradients are reduced together
+OF_GRADIENT = "amp_of_gradient"  # node.meta key, True on the cast of a finished gradient before it leaves the graph
 PATH = "amp_path"  # node.meta key on an input that is a parameter or buffer: its path in the model
 ORIGIN = "amp_origin"  # node.meta key of the Origin (see passes/mark_dtype_origin.py)
 SETTLED = "amp_settled"  # gm.meta key: every value is what its op gives, inside of autocast regions too
@@ -125,7 +128,7 @@ class Role:
     ``scale``, ``found`` (1 where an earlier micro-batch was not finite), ``saved`` (primal ``index`` before the
     update), ``low`` (the low copy of primal ``index``), ``sum`` (its gradients so far, added to in place).
     Outputs: ``mutation`` (the new value of primal ``index``), ``output`` (of the forward), ``gradient`` (of primal
-    ``index``), ``found``.
+    ``index``), ``total`` (the sum of its gradients over all micro-batches and processes), ``found``.
     """
 
     kind: str

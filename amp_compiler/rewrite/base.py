@@ -18,6 +18,8 @@ from amp_compiler.common.errors import VerifyError
 from amp_compiler.ir.weights import Weights
 from amp_compiler.policy import Policy
 
+from .reduction import Reduction
+
 
 class Dialect(enum.Enum):
     """The two kinds of FX graph that passes take."""
@@ -79,6 +81,9 @@ class Context:
     scales_loss: bool = True
     #: a training step: a part of the forward runs again in the backward (activation checkpointing)
     recomputes: bool = False
+    #: a training step: how its gradients are averaged over processes; None in a single process, and in the graph of a
+    #: micro-batch that does not end an update
+    reduction: Reduction | None = None
     #: a converted model: memory may be spent on fp32 copies of its low weights
     caches_weights: bool = True
     #: what ops cost on the device that the user named; None if they named none

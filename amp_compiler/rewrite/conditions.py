@@ -13,6 +13,9 @@ SCALES_LOSS = Condition("a loss scale", lambda ctx: ctx.scales_loss)
 #: torch's partitioner, which decides what is computed twice, takes functional graphs only
 RECOMPUTES_NOTHING = Condition("a step without activation checkpointing", lambda ctx: not ctx.recomputes)
 KNOWS_COSTS = Condition("a device, whose costs are known", lambda ctx: ctx.costs is not None, asked=True)
+REDUCES = Condition("gradients that several processes share", lambda ctx: ctx.reduction is not None)
+#: the sums are reduced in this graph, which adds to them by itself
+ADDS_ONLY = Condition("a micro-batch whose gradients are not reduced", lambda ctx: ctx.reduction is None)
 STORES_LOW = Condition("cast_params", lambda ctx: ctx.weights is None or ctx.weights.store_low)
 CACHES_WEIGHTS = Condition("cache_weights", lambda ctx: ctx.caches_weights)
 #: the compiled kernels pack low weights as fast as fp32 ones: copies would only cost memory

@@ -10,14 +10,18 @@ import torch
 from torch import nn
 
 from ..cost.device import Device
+from ..parallel.engines import make_engine
+from ..parallel.spec import DataParallel
 from ..policy import Policy
 from ..policy.ops.names import OpLike
 from ..runtime.arguments import check_request
 from ..runtime.options import Options
 from .arguments import check_model, check_numbers, check_optimizer, make_scaler, warn_of_low_parameters
+from .owner import Owner
 from .results import check_loss_fn
 from .scaler_base import LossScaler
 from .step import TrainStep
+from .together import start_together
 
 
 def compile_train_step(
@@ -36,6 +40,7 @@ def compile_train_step(
     max_grad_norm: float | None = None,
     backend: str = "auto",
     disable_passes: Iterable[str] = (),
+    parallel: DataParallel | None = None,
     return_output: bool = False,
     device: str | os.PathLike[str] | Device | None = None,
 ) -> TrainStep:
@@ -61,6 +66,8 @@ def compile_train_step(
         max_grad_norm: Clip the unscaled gradients to this norm.
         backend: As for ``amp_compile``.
         disable_passes: As for ``amp_compile``.
+        parallel: How several processes train the model together: ``DataParallel(...)``. None, also for a model
+            that is wrapped already, leaves it to the model.
         return_output: Put the model's output into ``result.output``.
         device: As for ``amp_compile``; the backward counts too.
 
@@ -90,4 +97,8 @@ def compile_train_step(
                       device=asked.device)  # fmt: skip
     scaler = None if "scale_loss" in asked.disable_passes else make_scaler(loss_scaler)
     warn_of_low_parameters(model)
-    return TrainStep(model, loss_fn, optimizer, options, scaler, accumulate_steps, max_grad_norm, return_output)
+    engine = make_engine(parallel, model, asked.disable_passes)
+    if engine is not None:
+        start_together(engine, Owner(model, loss_fn, optimizer), chosen, scaler, accumulate_steps, max_grad_norm)
+    own = (scaler, accumulate_steps, max_grad_norm, return_output, engine)
+    return TrainStep(model, loss_fn, optimizer, options, *own)

@@ -20,7 +20,8 @@ class Overflow:
     """What ``explain_overflow`` found; prints as a short text. False in a condition if nothing overflowed.
 
     ``phase``: "forward", "backward", "input" (the batch was not finite), "parameter" or "buffer" (the model was not),
-    "sum" (only the sum of micro-batches was not finite), "unknown" (it did not happen again), or "" (nothing did).
+    "sum" (only the sum of micro-batches was not finite), "process" (another process's gradients were not), "unknown"
+    (it did not happen again), or "" (nothing did).
     """
 
     message: str
@@ -46,7 +47,8 @@ class Overflow:
 class Circumstances:
     """What is known beside the graph. ``names``: id of a tensor → its path in the model. ``finite_unscaled``: with a
     scale of 1 all gradients of the batch are finite. ``changed``: the batch's tensors were written to since it ran.
-    ``adapts``: the scale is a dynamic scaler's. ``skipped``: the update was; else only the loss was not finite."""
+    ``adapts``: the scale is a dynamic scaler's. ``skipped``: the update was; else only the loss was not finite.
+    ``shared``: the gradients are averaged over several processes."""
 
     names: Mapping[int, str]
     buffers: frozenset[int]
@@ -57,12 +59,21 @@ class Circumstances:
     changed: bool
     adapts: bool = True
     skipped: bool = True
+    shared: bool = False
+
+
+ELSEWHERE = (
+    "The update was skipped because the gradients of another process were not finite; those of this process's batches "
+    "are. Call explain_overflow() in every process, right after the step: one of them names the op."
+)
 
 
 def explain(probe: Probe, loss: Tensor, hit: Iterable[str], known: Circumstances) -> Overflow:
     """Put into words what the probe saw."""
     found = probe.culprit(bool(loss.detach().isfinite().all()))
     of = f", micro-batch {known.batch + 1} of {known.batches}" if known.batches > 1 else ""
+    if found is None and known.shared and known.skipped and not known.changed:
+        return Overflow(ELSEWHERE, "process", scale=known.scale, batch=known.batch)
     if found is None:
         why = "its tensors were written to since" if known.changed else "the model or the batch is another by now"
         what = "The update was skipped" if known.skipped else "The loss was not finite"

@@ -49,6 +49,10 @@ class Owner:
             named.update((f"loss_fn.{name}", p) for name, p in self.loss_fn.named_parameters())
         return named
 
+    def named_trained(self) -> dict[str, Tensor]:
+        """Everything that is trained or gets a gradient, by a name that another process gives it too."""
+        return {**{name: p for name, p in self.named_parameters().items() if p.requires_grad}, **self.others()}
+
     def buffers(self) -> dict[str, Tensor]:
         """Buffers by a name that another process gives them too."""
         named: dict[str, Tensor] = dict(self.model.named_buffers())

@@ -15,20 +15,20 @@ from torch import Tensor
 
 from ..kernels.all_finite import all_finite
 from ..policy import dtype_name
-from .overflow import Circumstances, Overflow, explain
+from .overflow import ELSEWHERE, Circumstances, Overflow, explain
 from .owner import Owner
 from .probe import Probe
 from .window import Batch, Window, rng_state, set_rng_state
 
 
 def explain_last_update(
-    captured: Callable[..., Any] | None, probe: Probe, owner: Owner, window: Window, adapts: bool
+    captured: Callable[..., Any] | None, probe: Probe, owner: Owner, window: Window, adapts: bool, shared: bool
 ) -> Overflow:
     """What made the last update overflow, or its loss. ``captured`` runs a batch, through ``probe`` while that is
-    looking; ``adapts``: the scale is a dynamic one."""
+    looking; ``adapts``: the scale is a dynamic one; ``shared``: gradients are averaged over several processes."""
     batch = next((b for b in window.batches if b.overflowed()), None)
     skipped = batch is not None
-    if batch is None and (of_sum := _explain_sum(owner, window)) is not None:
+    if batch is None and (of_sum := _explain_sum(owner, window, shared)) is not None:
         return of_sum
     batch = batch or next((b for b in window.batches if b.lost()), None)
     if batch is None or captured is None:
@@ -41,7 +41,7 @@ def explain_last_update(
     hit = [names.get(id(p), "?") for p, ok in zip(parameters, gradients, strict=True) if not ok]
     buffers = frozenset(id(b) for b in owner.buffers().values())
     known = Circumstances(
-        names, buffers, batch.number, window.size, scale, all(plain), batch.changed(), adapts, skipped
+        names, buffers, batch.number, window.size, scale, all(plain), batch.changed(), adapts, skipped, shared
     )
     return explain(seen, loss, hit, known)
 
@@ -54,12 +54,14 @@ def _nothing(window: Window) -> str:
     return "The last update was not skipped: its loss and all its gradients are finite."
 
 
-def _explain_sum(owner: Owner, window: Window) -> Overflow | None:
+def _explain_sum(owner: Owner, window: Window, shared: bool) -> Overflow | None:
     """Each micro-batch was finite, and what they add up to is not."""
     if window.done or window.found is None or not window.batches or not bool(window.found):
         return None
     if window.batches[0].before is not None and bool(window.batches[0].before):
         return None  # it was so when the run was resumed
+    if shared:
+        return Overflow(ELSEWHERE, "process", scale=float(window.scale or 1.0))
     names = {id(p): name for name, p in owner.named_parameters().items()}
     hit = [p for p in owner.parameters() if p.grad is not None and not bool(all_finite(p.grad))]
     hit_names = tuple(names.get(id(p), "?") for p in hit)

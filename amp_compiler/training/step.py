@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -42,6 +42,9 @@ from .update import apply_update
 from .whole import WholeStep
 from .window import Batch, Window, multiply_, rng_state
 
+if TYPE_CHECKING:
+    from ..parallel.data import DataEngine
+
 #: the window that a model's gradients belong to; the step owns it, and it may lead back to the model
 _WAITING: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Window]] = weakref.WeakKeyDictionary()
 
@@ -75,13 +78,14 @@ class TrainStep:
         accumulate_steps: int,
         max_grad_norm: float | None,
         return_output: bool = False,
+        engine: DataEngine | None = None,
     ) -> None:
         self.model, self.loss_fn, self._return_output = model, loss_fn, return_output
         self.scaler, self.accumulate_steps, self.max_grad_norm = scaler, accumulate_steps, max_grad_norm
         self._options, self._state, self._probe = options, State(), Probe()
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._window = Window(accumulate_steps, self._device)
-        self._owner = Owner(model, loss_fn, optimizer)
+        self._owner, self._engine = Owner(model, loss_fn, optimizer), engine
         self._whole: Captured | None = None
         self._pieces: Pieces | None = None
         self._loss = torch.full((), float("nan"), device=self._device)  # of the last batch
@@ -127,6 +131,8 @@ class TrainStep:
         self._loss = loss.detach()
         self._loss_watch.see(self._loss_finite, first=window.done == 1)
         ends = window.done == window.size
+        if ends and self._pieces is not None:
+            self._reduce()
         result = self._update(loss) if ends else self._result(loss, self._norm(), updated=False)
         return result if extra is output is None else dataclasses.replace(result, extra=extra, output=output)
 
@@ -141,7 +147,16 @@ class TrainStep:
             return None
         with torch.no_grad():
             multiply_(self._gradients(), window.size / window.done)
+        self._reduce()
         return self._update(self._loss)
+
+    def _reduce(self) -> None:
+        """Average the gradients over the processes, where no graph has done it."""
+        if self._engine is None:
+            return
+        self._engine.reduce_(self._owner.named_trained())
+        with torch.no_grad():
+            self._window.see_reduced(all_finite(self._gradients()), self._owner.state())
 
     def _run(self, args: tuple[Any, ...], kwargs: Any, targets: Any) -> Answer:
         try:
@@ -179,7 +194,7 @@ class TrainStep:
 
     def _capture_whole(self) -> Captured:
         options = dataclasses.replace(self._options, fullgraph=True)
-        backend = WholeStep(self._owner, options, self._state, self._window, self._probe)
+        backend = WholeStep(self._owner, options, self._state, self._window, self._probe, self._engine)
         return Captured(self._function(mark=True), self.model, options, self._state, backend, wide=_targets)
 
     def _start_pieces(self, reason: str, args: tuple[Any, ...], kwargs: Any, targets: Any) -> Answer:
@@ -188,6 +203,8 @@ class TrainStep:
         backend = PieceBackend(self.model, self._options, state, self._probe)
         captured = Captured(self._function(mark=False), self.model, self._options, state, backend, wide=_targets)
         pieces = Pieces(captured, self._owner, self._window)
+        if self._engine is not None:
+            self._engine.broken(reason)
         try:
             found = pieces(args, kwargs, targets)
         except RuntimeError as error:
@@ -315,7 +332,7 @@ class TrainStep:
     def _explain(self) -> Overflow:
         captured = self._whole if self._pieces is None else self._pieces.captured
         adapts = isinstance(self.scaler, DynamicLossScaler)
-        return explain_last_update(captured, self._probe, self._owner, self._window, adapts)
+        return explain_last_update(captured, self._probe, self._owner, self._window, adapts, self._engine is not None)
 
     # ------------------------------------------------------------------------------------- checkpointing
 
@@ -345,7 +362,7 @@ class TrainStep:
         parts = (self.model, self.loss_fn, self.optimizer, self.scaler)
         model, loss_fn, optimizer, scaler = copy.deepcopy(parts, memo)
         own = (self.accumulate_steps, self.max_grad_norm, self._return_output)
-        twin = TrainStep(model, loss_fn, optimizer, self._options, scaler, *own)
+        twin = TrainStep(model, loss_fn, optimizer, self._options, scaler, *own, self._engine)
         memo[id(self)] = twin
         window = self._window
         for name in ("number", "done", "scale", "found", "saved"):

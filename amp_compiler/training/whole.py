@@ -7,7 +7,7 @@ callable that runs all of it at once. Dynamo gets the loss back; the gradients g
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -29,6 +29,9 @@ from .probe import Probe
 from .results import check_loss
 from .window import Window
 
+if TYPE_CHECKING:
+    from ..parallel.data import DataEngine
+
 #: where the arguments of a step's captured function come from, as Dynamo writes it: all else is the model's own
 _GIVEN = ("L['args']", "L['kwargs']", "L['targets']")
 
@@ -36,9 +39,11 @@ _GIVEN = ("L['args']", "L['kwargs']", "L['targets']")
 class WholeStep(Backend):
     """Makes one callable of each graph that Dynamo captures: it runs forward and backward and fills the window."""
 
-    def __init__(self, owner: Owner, options: Options, state: State, window: Window, probe: Probe) -> None:
+    def __init__(
+        self, owner: Owner, options: Options, state: State, window: Window, probe: Probe, engine: DataEngine | None
+    ) -> None:
         super().__init__(owner.model, options, state)
-        self.owner, self.window, self.probe = owner, window, probe
+        self.owner, self.window, self.probe, self.engine = owner, window, probe, engine
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         from ..capture.lower import why_not
@@ -65,28 +70,60 @@ class WholeStep(Backend):
             if node.op == "placeholder" and node.meta[ir.ROLE].kind == "primal":
                 node._rename(places[node.meta[ir.ROLE].index].name)
         joint.meta[ir.PARAMETER] = {i for i, n in enumerate(places) if n.meta.get(ir.PARAMETER)}
-
-        steps = order.build(self.options.disable_passes)
-        ctx = Context(
-            self.options.policy, self.options.keep_output_dtypes, backend=backend, accumulates=self.window.size > 1,
-            scales_loss=self.window.scale is not None, recomputes=any("recompute" in n.meta for n in joint.graph.nodes),
-        )  # fmt: skip
+        trained = {id(tensor): name for name, tensor in self.owner.named_trained().items()}
+        joint.meta[ir.NAMES] = {
+            i: trained[id(given)] for i, given in enumerate(example_inputs) if id(given) in trained
+        }
         prepare_kernels(joint, self.options.policy, self.options.disable_passes)
-        steps.step.run(joint, ctx, self.state.history, graph="joint", after="autodiff")
+        variants = [self._variant(ir.copy_graph(joint), backend, reduces) for reduces in self._variants()]
+        last = variants[-1]
+        if self.engine is not None:
+            self.engine.captured(graph, last.joint)
+        rows = graph_rows(graph, len(self.state.pieces))
+        self.state.pieces.append(Piece(graph, rows, cast_totals(last.joint), kernel_counts(last.joint), last.joint))
+        constants = {**dict(forward.named_parameters()), **dict(forward.named_buffers())}
+        attributes = assigned_attributes()
+        runs = [StepGraph(v.joint, v.weights, names, attributes, constants, self.owner, self.window, backend)
+                for v in variants]  # fmt: skip
+        if len(runs) > 1:
+            runs[-1].share_low_copies(runs[0])
+
+        def call(*args: Any) -> Any:
+            if self.probe.looking:
+                return self.probe.run(graph, args)
+            return runs[-1 if self.window.done == self.window.size - 1 else 0](args)
+
+        return call
+
+    def _variants(self) -> tuple[bool, ...]:
+        """Which joint graphs are needed, by whether they reduce gradients: that of the last micro-batch does."""
+        if self.engine is None:
+            return (False,)
+        return (False, True) if self.window.size > 1 else (True,)
+
+    def _variant(self, joint: fx.GraphModule, backend: str, reduces: bool) -> Variant:
+        steps = order.build(self.options.disable_passes)
+        accumulates = self.window.size > 1
+        ctx = Context(
+            self.options.policy, self.options.keep_output_dtypes, backend=backend, accumulates=accumulates,
+            scales_loss=self.window.scale is not None, recomputes=any("recompute" in n.meta for n in joint.graph.nodes),
+            reduction=self.engine.reduction(of_sums=accumulates) if self.engine is not None and reduces else None,
+        )  # fmt: skip
+        name = "joint, last micro-batch" if reduces and accumulates else "joint"
+        steps.step.run(joint, ctx, self.state.history, graph=name, after="autodiff")
         if self.window.scale is None:
             _own_gradients(joint)
         weights = joint.meta.get(ir.WEIGHTS)
         if weights is not None:
             steps.weights.run(weights, ctx, self.state.history, graph="weights", after="hoist_weight_casts")
-        rows = graph_rows(graph, len(self.state.pieces))
-        self.state.pieces.append(Piece(graph, rows, cast_totals(joint), kernel_counts(joint), joint))
-        constants = {**dict(forward.named_parameters()), **dict(forward.named_buffers())}
-        run = StepGraph(joint, weights, names, assigned_attributes(), constants, self.owner, self.window, backend)
+        return Variant(joint, weights)
 
-        def call(*args: Any) -> Any:
-            return self.probe.run(graph, args) if self.probe.looking else run(args)
 
-        return call
+class Variant(NamedTuple):
+    """A joint graph after all passes, and the graph that makes its low copies of weights, if it has one."""
+
+    joint: fx.GraphModule
+    weights: fx.GraphModule | None
 
 
 def _own_gradients(joint: fx.GraphModule) -> None:
@@ -146,6 +183,11 @@ class StepGraph:
         self.low = None if weights is None else LowCopies(weights.forward, low)
         self.forward = compile_joint(joint, backend)
 
+    def share_low_copies(self, other: StepGraph) -> None:
+        """Use another variant's low copies of the weights, if both need the same ones."""
+        if self.low is not None and other.low is not None and self.low.indices == other.low.indices:
+            self.low = other.low
+
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         window = self.window
         with torch.no_grad(), no_autocast():
@@ -186,7 +228,9 @@ class StepGraph:
         parameters: list[Tensor] = []
         gradients: list[Tensor] = []
         for role, result in zip(self.outputs, results, strict=True):
-            if role.kind == "gradient":
+            if role.kind == "total":
+                args[role.index].grad = None  # it was one of the summands
+            if role.kind in ("gradient", "total"):
                 parameters.append(args[role.index])
                 gradients.append(result)
             elif role.kind == "output":

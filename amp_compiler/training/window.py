@@ -144,6 +144,18 @@ class Window:
                     value = tensor.detach().clone()
                 self.held[id(holder), key] = Held(holder, key, tensor, value)
 
+    def see_reduced(self, finite: Tensor, state: Mapping[str, Tensor]) -> None:
+        """Note whether gradients are finite that were reduced after the last micro-batch was done, and put the model's
+        state back if they are not: another process may be the one whose gradients overflowed."""
+        if self.found is None:
+            return
+        self.found = torch.maximum(self.found, finite.logical_not().to(self.found.dtype))
+        bad = self.skipped()
+        assert bad is not None
+        for name in self.saved.keys() & state.keys():
+            state[name].copy_(torch.where(bad, self.saved[name], state[name]))
+        self._put_back_attributes()
+
     def skipped(self) -> Tensor | None:
         """A bool: was a gradient of this window not finite?"""
         return None if self.found is None else self.found.ne(0).view(())

@@ -15,6 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 from amp_compiler import ir
 from amp_compiler.common.errors import VerifyError
+from amp_compiler.common.torch_names import collectives
 from amp_compiler.cost.devices import find as find_device
 from amp_compiler.cost.model import CostModel
 from amp_compiler.ir import Origin
@@ -30,12 +31,15 @@ from amp_compiler.passes import (
     lower_kernels,
     order,
     place_neutral,
+    reduce_gradients,
+    reduce_in_place,
     scale_loss,
     unscale_in_place,
 )
 from amp_compiler.policy import Rule
 from amp_compiler.rewrite import facts
 from amp_compiler.rewrite.base import Context, Pass
+from amp_compiler.rewrite.reduction import Reduction
 from amp_compiler.rewrite.verify import verify
 from conversion_helpers import Weighted
 from helpers import BF16, aten, context, find, functional, ops, pre_dispatch, prepared, step_graph
@@ -44,6 +48,7 @@ X, W, ROWS = torch.randn(2, 4), torch.randn(4, 4), torch.randn(3, 4)
 IMAGE, FILTER = torch.randn(1, 2, 4, 4, dtype=BF16), torch.randn(2, 2, 3, 3, dtype=BF16)
 CTX = context("O1")
 AUTO = dataclasses.replace(context("auto"), costs=CostModel(find_device("a100_80")))
+SHARED = dataclasses.replace(CTX, reduction=Reduction("a group", 2))
 Graph = Callable[[], fx.GraphModule]
 
 
@@ -110,8 +115,9 @@ def step(*passes: Pass) -> Graph:
     def made() -> fx.GraphModule:
         w = nn.Parameter(W.clone())
         gm = step_graph(lambda w, x: (x.to(BF16) @ w.to(BF16)).float().sum(), w, ROWS)
+        gm.meta[ir.NAMES] = {0: "weight"}
         for pass_ in passes:
-            pass_.run(gm, CTX)
+            pass_.run(gm, SHARED if pass_.name.startswith("reduce_") else CTX)
         return gm
 
     return made
@@ -202,6 +208,21 @@ def unscale_an_input(gm: fx.GraphModule) -> None:
     op.args = ([find(gm, "p0")], *op.args[1:])
 
 
+def reduce_again(gm: fx.GraphModule) -> None:
+    (wait,) = ops(gm, "_c10d_functional::wait_tensor")
+    with gm.graph.inserting_after(wait):
+        again = gm.graph.call_function(collectives.all_reduce.default, (wait, "sum", "a group"))
+    with gm.graph.inserting_after(again):
+        last = gm.graph.call_function(collectives.wait_tensor.default, (again,))
+    wait.replace_all_uses_with(last, delete_user_cb=lambda user: user is not again)
+
+
+def wait_for_nothing(gm: fx.GraphModule) -> None:
+    (wait,) = ops(gm, "_c10d_functional::wait_tensor")
+    wait.replace_all_uses_with(wait.args[0])
+    gm.graph.erase_node(wait)
+
+
 CASES = [
     Case("captured", lambda: pre_dispatch(model, X, W), lambda: fx.symbolic_trace(lambda x: x.relu()), "no ATen call"),
     Case(
@@ -264,6 +285,19 @@ CASES = [
         damaged(step(scale_loss.PASS, unscale_in_place.PASS), unscale_an_input), "the gradients are",
     ),
     Case("in_place", step(scale_loss.PASS, unscale_in_place.PASS), step(scale_loss.PASS), "could do it in place"),
+    Case("reduced", step(scale_loss.PASS, reduce_gradients.PASS), step(scale_loss.PASS), "reduced 0 times"),
+    Case(
+        "reduced", step(scale_loss.PASS, reduce_gradients.PASS),
+        damaged(step(scale_loss.PASS, reduce_gradients.PASS), reduce_again), "reduced 2 times",
+    ),
+    Case(
+        "reduced", step(scale_loss.PASS, reduce_gradients.PASS),
+        damaged(step(scale_loss.PASS, reduce_gradients.PASS), wait_for_nothing), "nothing waits for",
+    ),
+    Case(
+        "reduced_in_place", step(scale_loss.PASS, reduce_gradients.PASS, reduce_in_place.PASS),
+        step(scale_loss.PASS, reduce_gradients.PASS), "could do it in place",
+    ),
 ]  # fmt: skip
 
 

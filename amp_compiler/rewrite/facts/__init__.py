@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from ..base import Fact
-from . import conversion, forward, functional, training
+from . import conversion, forward, functional, parallel, training
 from .conversion import FROZEN
 from .forward import ASSIGNED, CAPTURED, CAST, NORMALIZED, ORIGIN, PLACED
 from .functional import BATCHED, FOLDED, FUNCTIONAL, FUSED, LOWERED, PAST_AUTOGRAD, VIEWED
+from .parallel import REDUCED, REDUCED_IN_PLACE
 from .training import ACCUMULATED, HOISTED, IN_PLACE, SCALED, STEP
 
 #: name -> fact, of all that are defined here
 ALL: dict[str, Fact] = {
     value.name: value
-    for family in (forward, conversion, functional, training)
+    for family in (forward, conversion, functional, training, parallel)
     for value in vars(family).values()
     if isinstance(value, Fact)
 }
@@ -35,6 +36,8 @@ __all__ = [
     "ORIGIN",
     "PAST_AUTOGRAD",
     "PLACED",
+    "REDUCED",
+    "REDUCED_IN_PLACE",
     "SCALED",
     "STEP",
     "VIEWED",

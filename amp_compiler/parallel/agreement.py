@@ -1,0 +1,51 @@
+"""Do all processes run the same thing? They are asked before a collective could wait forever."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import fx
+
+from .. import ir
+from ..common.errors import ParallelError
+
+
+def check_agreement(group: dist.ProcessGroup, facts: Mapping[str, str], when: str) -> None:
+    """Raise a ``ParallelError`` in every process if a fact differs between them. ``facts``: what it is -> its value."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, dict(facts), group=group)
+    told = []
+    for name in {key: None for facts in everyone for key in facts}:
+        ranks: dict[str, list[int]] = {}
+        for rank, known in enumerate(everyone):
+            ranks.setdefault(known.get(name, "none"), []).append(rank)
+        if len(ranks) > 1:
+            told += [f"{name}: " + "; ".join(f"rank {_ranks(r)} has {value}" for value, r in ranks.items())]
+    if told:
+        raise ParallelError(
+            f"The processes that train together do not run the same thing {when}. " + ". ".join(told) + ".",
+            hint="Build the same model with the same arguments in every process; give each a batch of the same shape.",
+        )
+
+
+def _ranks(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+
+
+def fingerprint(text: str) -> str:
+    """A short stand-in for a long text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def graph_fingerprint(gm: fx.GraphModule) -> str:
+    """The same for graphs that compute the same by the same ops, dtypes and shapes."""
+    lines = []
+    for node in gm.graph.nodes:
+        values = ", ".join(
+            f"{value.dtype}{tuple(map(str, value.shape))}" for value in ir.tensor_outputs(node) if value is not None
+        )
+        lines.append(f"{node.name} = {ir.op_name(node) if node.op == 'call_function' else node.op}: {values}")
+    return fingerprint("\n".join(lines))

@@ -1,0 +1,97 @@
+"""Data parallelism: every process has the whole model, and the gradients are averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+# Registers how the functional collectives behave on fake tensors (torch 2.13 to 2.15 do it nowhere else).
+import torch.distributed._functional_collectives
+from torch import Tensor, fx
+
+from .. import ir
+from ..rewrite.reduction import Layout, Reduction
+from .agreement import check_agreement, graph_fingerprint
+from .spec import DataParallel, process_group
+
+
+class DataEngine:
+    """What a compiled training step asks of a ``DataParallel``."""
+
+    def __init__(self, spec: DataParallel) -> None:
+        self.spec, self.group = spec, process_group(spec.mesh_or_group)
+        self.size = dist.get_world_size(self.group)
+        self.layout: Layout | None = None
+        self.agreed = False
+
+    def begin(self, tensors: Sequence[Tensor], facts: Mapping[str, str]) -> None:
+        """Check that all processes agree, then give all of them the first one's values."""
+        check_agreement(self.group, facts, "at compile_train_step")
+        with torch.no_grad():
+            for tensor in tensors:
+                dist.broadcast(tensor.detach(), group=self.group, group_src=0)
+
+    def reduction(self, *, of_sums: bool) -> Reduction:
+        """What the pass ``reduce_gradients`` has to know."""
+        size = int(self.spec.bucket_mb * (1 << 20))
+        return Reduction(self.group.group_name, self.size, self.spec.reduce_dtype, size, self.layout, of_sums)
+
+    def captured(self, graph: fx.GraphModule, joint: fx.GraphModule) -> None:
+        """Called for each graph that reduces: the first fixes the buckets, and all processes must have the same."""
+        self.layout = joint.meta[ir.BUCKETS]
+        self._agree({"the shapes of the batch": _shapes(graph), "the captured graph": graph_fingerprint(graph)})
+
+    def broken(self, reason: str) -> None:
+        """Called when the step runs in pieces."""
+        self._agree({"the captured graph": f"none ({reason})"})
+
+    def _agree(self, facts: Mapping[str, str]) -> None:
+        if not self.agreed:
+            check_agreement(self.group, facts, "in their first step")
+            self.agreed = True
+
+    @torch.no_grad()
+    def reduce_(self, parameters: Mapping[str, Tensor]) -> None:
+        """Average the gradients that the parameters hold, outside of a graph. One that no process has stays None."""
+        names = [name for name, p in parameters.items() if p.requires_grad]
+        if not names:
+            return
+        device = parameters[names[0]].device
+        held = torch.tensor([parameters[name].grad is not None for name in names], dtype=torch.uint8, device=device)
+        dist.all_reduce(held, dist.ReduceOp.MAX, group=self.group)
+        used = [name for name, flag in zip(names, held.tolist(), strict=True) if flag]
+        reduction = self.reduction(of_sums=False)
+        for bucket in _buckets([(name, parameters[name]) for name in reversed(used)], reduction):
+            dtype = reduction.dtype_for(bucket[0].dtype)
+            flat = torch.cat([_gradient(p).to(dtype).reshape(-1) for p in bucket]).div_(self.size)
+            dist.all_reduce(flat, group=self.group)
+            for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                parameter.grad = part.view(parameter.shape).to(parameter.dtype)
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
+
+
+def _buckets(parameters: Sequence[tuple[str, Tensor]], reduction: Reduction) -> list[list[Tensor]]:
+    found: list[list[Tensor]] = []
+    held = 0
+    for _, parameter in parameters:
+        size = parameter.numel() * reduction.dtype_for(parameter.dtype).itemsize
+        if not found or found[-1][0].dtype != parameter.dtype or held + size > reduction.bucket_bytes:
+            found.append([])
+            held = 0
+        found[-1].append(parameter)
+        held += size
+    return found
+
+
+def _shapes(graph: fx.GraphModule) -> str:
+    """The shapes of the inputs that are not the model's own."""
+    values = [
+        ir.tensor_of(n) for n in graph.graph.nodes
+        if n.op == "placeholder" and not n.meta.get(ir.PARAMETER) and not n.meta.get(ir.PATH)
+    ]  # fmt: skip
+    return " and ".join(str(tuple(map(str, value.shape))).replace("'", "") for value in values if value is not None)

@@ -1,0 +1,38 @@
+"""The start of a training step that several processes run: they agree on what they run, and on the first values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..policy import Policy
+from .owner import Owner
+from .scaler_base import LossScaler
+
+if TYPE_CHECKING:
+    from ..parallel.data import DataEngine
+
+
+def start_together(
+    engine: DataEngine, owner: Owner, policy: Policy, scaler: LossScaler | None, accumulate_steps: int, max_norm: Any
+) -> None:
+    """Compare what every process was given, then take over the parameters and buffers of the first one."""
+    from ..parallel.agreement import fingerprint
+
+    trained, state = owner.named_trained(), owner.state()
+    tensors = {**trained, **state}
+    described = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in tensors.items()]
+    facts = {
+        "torch": torch.__version__,
+        "level": str(policy.level),
+        "dtype": str(policy.low),
+        "the policy": fingerprint(policy.to_toml()),
+        "the model": f"{len(tensors)} parameters and buffers (fingerprint {fingerprint(', '.join(described))})",
+        "accumulate_steps": str(accumulate_steps),
+        "max_grad_norm": str(max_norm),
+        "loss_scaler": "None" if scaler is None else f"{type(scaler).__name__} at {scaler.get_scale():g}",
+        "the optimizer": type(owner.optimizer).__name__,
+        **{f"tensor {i}": text for i, text in enumerate(described)},
+    }
+    engine.begin(list(tensors.values()), facts)
