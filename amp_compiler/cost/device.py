@@ -10,8 +10,9 @@ import torch
 TERA, GIGA, MICRO = 1e12, 1e9, 1e-6
 #: microseconds that a kernel takes on a GPU at least: launching, filling and draining one that has nothing to do
 KERNEL_MICROSECONDS = 3.0
-#: microseconds of the host for one op of eager PyTorch: Python, module, autograd, dispatcher, launch
-HOST_MICROSECONDS = 40.0
+#: microseconds of the host for one op of eager PyTorch (Python, module, autograd, dispatcher, launch): what small batches
+#: take divided by their ops in published tables, on the hosts that devices of a time are sold in
+HOST_MICROSECONDS, HOST_2018_MICROSECONDS = 35.0, 60.0
 _RATES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 

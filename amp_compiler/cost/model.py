@@ -27,17 +27,22 @@ CACHE = 3.0
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64), (32, 64), (64, 32))
 #: what is left of the rate of matrix units where rows do not begin at multiples of 16 bytes
 UNALIGNED = 0.5
+#: how much faster ordinary units convolve 3 × 3 places: Winograd's algorithm multiplies 2.25 times less often, and its
+#: transforms take a part of that back
+WINOGRAD = 1.5
 #: work of the backward of an op that isn't a product, as a multiple of its forward's traffic: it reads the gradient
 #: beside what the forward read, and writes one gradient
 BACKWARD_TRAFFIC = 1.5
 
 
 class Seconds(NamedTuple):
-    """What a node's kernel waits for."""
+    """What a node's kernel waits for, with the bytes that it moves and the kind of unit that computes its products."""
 
     compute: float
     memory: float
     launch: float
+    nbytes: int = 0
+    unit: str = "fp32"
 
     @property
     def total(self) -> float:
@@ -56,6 +61,8 @@ class CostModel:
 
     def __init__(self, device: Device, *, fused: bool = False, tf32: bool = True) -> None:
         self.device, self.fused, self.tf32 = device, fused, tf32
+        self.streamed = 1.0 if device.is_cpu else STREAMED  # a CPU's bandwidth is measured, not told
+        self.sustained = dict.fromkeys(SUSTAINED, 1.0) if device.is_cpu else SUSTAINED
 
     def seconds(self, node: fx.Node, dtype: torch.dtype | None = None) -> float:
         """Seconds of a node. ``dtype``: as if all its floating operands and results had this one."""
@@ -91,14 +98,19 @@ class CostModel:
             given = [(arg, size) for arg, size in given if not is_pointwise(arg)]
             if node.users and all(is_pointwise(user) for user in node.users):
                 made, launch = 0, 0.0
-        return Seconds(compute, self._moving(sum(size for _, size in given) + made), launch)
+        moved = sum(size for _, size in given) + made
+        if unit != "fp32" and any(p.is_conv and not p.grouped for p in found) and not _is_channels_last(node):
+            moved += 2 * moved  # matrix units read and write channels last: the library reorders before and after
+        return Seconds(compute, self._moving(moved), launch, moved, unit)
 
     def product_seconds(self, product: Product, unit: str, itemsize: int) -> float:
         """Seconds of a product in the best of the tilings, launch not included."""
         device = self.device
         if product.grouped:
             unit = "fp32"
-        sustained = device.peak[unit] * SUSTAINED[unit]
+        sustained = device.peak[unit] * self.sustained[unit]
+        if unit == "fp32" and product.dense3 and not device.is_cpu:
+            sustained *= WINOGRAD
         if unit != "fp32" and any(size * itemsize % 16 for size in product.aligned):
             sustained *= UNALIGNED
         if device.is_cpu:
@@ -118,7 +130,7 @@ class CostModel:
         return waves * max(compute, load)
 
     def _moving(self, size: int) -> float:
-        return size / (self.device.bandwidth * (1.0 if self.device.is_cpu else STREAMED))
+        return size / (self.device.bandwidth * self.streamed)
 
 
 def _may_need_gradient(node: fx.Node) -> bool:
@@ -126,6 +138,13 @@ def _may_need_gradient(node: fx.Node) -> bool:
     if value is None or not value.dtype.is_floating_point:
         return False
     return value.requires_grad or node.op != "placeholder"  # a trace does not say it of values in between
+
+
+def _is_channels_last(node: fx.Node) -> bool:
+    """True if the results, or the first operand, lie in memory with their channels side by side."""
+    values = [*ir.tensor_outputs(node), *(ir.tensor_of(arg) for _, arg in ir.tensor_args(node))]
+    images = [v for v in values if v is not None and v.dim() > 3 and ir.concrete(v.shape[1]) > 1]
+    return any(ir.concrete(v.stride(1)) == 1 for v in images)
 
 
 def _operand_dtype(node: fx.Node) -> torch.dtype:

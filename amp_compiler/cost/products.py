@@ -21,7 +21,8 @@ class Product:
     """``batch`` products of an m × k by a k × n matrix.
 
     ``aligned``: the sizes in elements whose values lie side by side in memory, which matrix units want to be multiples
-    of 16 bytes. ``grouped``: a convolution by groups, which ordinary units compute. ``is_conv``: a convolution.
+    of 16 bytes. ``is_conv``: a convolution. ``grouped``: one by small groups, which ordinary units compute.
+    ``dense3``: one of 3 × 3 places without a stride, which has algorithms with fewer multiplications.
     """
 
     m: int
@@ -31,6 +32,7 @@ class Product:
     aligned: tuple[int, ...] = ()
     grouped: bool = False
     is_conv: bool = False
+    dense3: bool = False
 
     @property
     def flops(self) -> int:
@@ -90,16 +92,17 @@ def _matmul(node: fx.Node, named: Named) -> list[Product]:
 
 
 def _conv(node: fx.Node, named: Named) -> list[Product]:
-    out, weight, groups = shape_of(node), shape_of(named.get("weight")), named.get("groups", 1)
+    out, weight = shape_of(node), shape_of(named.get("weight"))
     if len(out) < 3 or not weight:
         return []
     if named.get("transposed") or ir.op_name(node).startswith("conv_transpose"):
-        return _conv_products(shape_of(named.get("input")), weight, groups, "data")
-    return _conv_products(out, weight, groups, "forward")
+        return [_conv_product(shape_of(named.get("input")), weight, named, "data")]
+    return [_conv_product(out, weight, named, "forward")]
 
 
-def _conv_products(out: list[int], weight: list[int], groups: int, which: str) -> list[Product]:
+def _conv_product(out: list[int], weight: list[int], named: Named, which: str) -> Product:
     """The implicit GEMM of a convolution with this result: forward, gradient of the data or of the weight."""
+    groups, stride = named.get("groups", 1), named.get("stride", 1)
     outputs, inputs, taps = weight[0] // groups, weight[1], prod(weight[2:])
     places = out[0] * prod(out[2:])
     aligned = (outputs, inputs)
@@ -110,18 +113,19 @@ def _conv_products(out: list[int], weight: list[int], groups: int, which: str) -
         sizes = (places, inputs * taps, outputs)
     else:
         sizes = (outputs, inputs * taps, places)
-    return [Product(*sizes, groups, aligned, grouped, True)]
+    strided = any(s != 1 for s in (stride if isinstance(stride, (list, tuple)) else [stride]))
+    return Product(*sizes, groups, aligned, grouped, True, weight[2:] == [3, 3] and groups == 1 and not strided)
 
 
 def _conv_backward(node: fx.Node, named: Named) -> list[Product]:
     out, weight = shape_of(named.get("grad_output")), shape_of(named.get("weight"))
-    groups, mask = named.get("groups", 1), named.get("output_mask", (True, True, True))
+    mask = named.get("output_mask", (True, True, True))
     if named.get("transposed"):
         out = shape_of(named.get("input"))
     if not out or not weight:
         return []
     kinds = [kind for kind, wanted in zip(("data", "weight"), mask, strict=False) if wanted]
-    return [p for kind in kinds for p in _conv_products(out, weight, groups, kind)]
+    return [_conv_product(out, weight, named, kind) for kind in kinds]
 
 
 def _attention(times: float) -> Callable[[fx.Node, Named], list[Product]]:

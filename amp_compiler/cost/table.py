@@ -7,15 +7,16 @@ one direction; memory is in GB.
 
 from __future__ import annotations
 
+from .device import HOST_2018_MICROSECONDS as OLDER
 from .device import Device, row
 
 DEVICES: dict[str, Device] = {device.name: device for device in (
     row("v100_sxm2", "NVIDIA V100 SXM2", fp32=15.7, tf32=None, fp16=125, bf16=None, bandwidth=900, sms=80, memory=32,
-        link=150, source="NVIDIA V100 data sheet (January 2020)"),
+        link=150, host=OLDER, source="NVIDIA V100 data sheet (January 2020)"),
     row("v100_pcie", "NVIDIA V100 PCIe", fp32=14.0, tf32=None, fp16=112, bf16=None, bandwidth=900, sms=80, memory=32,
-        link=16, source="NVIDIA V100 data sheet (January 2020)"),
+        link=16, host=OLDER, source="NVIDIA V100 data sheet (January 2020)"),
     row("t4", "NVIDIA T4", fp32=8.1, tf32=None, fp16=65, bf16=None, bandwidth=320, sms=40, memory=16,
-        link=16, source="NVIDIA T4 product brief; bandwidth: Turing architecture white paper"),
+        link=16, host=OLDER, source="NVIDIA T4 product brief; bandwidth: Turing architecture white paper"),
     row("a10", "NVIDIA A10", fp32=31.2, tf32=62.5, fp16=125, bf16=125, bandwidth=600, sms=72, memory=24,
         link=32, source="NVIDIA A10 data sheet"),
     row("l4", "NVIDIA L4", fp32=30.3, tf32=60, fp16=121, bf16=121, bandwidth=300, sms=58, memory=24,
