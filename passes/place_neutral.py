@@ -263,11 +263,10 @@ class _Graph:
         told = []
         if casts := ", ".join(self._casts(change)):
             told.append(casts)
-        if change.op_seconds:
+        if not told or abs(change.op_seconds) > 0.01 * change.seconds:
             word = "more" if change.op_seconds > 0 else "less"
             told.append(f"the op itself {_microseconds(change.op_seconds)} {word}")
-        because = "; ".join(told) or "casts of gradients"
-        return f"on {device} {other} would cost {_microseconds(change.seconds)} more: {because}"
+        return f"on {device} {other} would cost {_microseconds(change.seconds)} more: {'; '.join(told)}"
 
     def _casts(self, change: Change) -> Iterator[str]:
         """``2 more casts of 4.2 MB, 1 fewer of 0.1 MB``."""
