@@ -2,8 +2,9 @@
 
 On every small network of the tests and a BERT-like encoder. Counted at run time by `amp_compiler.inspect.profile`,
 whichever op casts. The same loss in fp32 stands behind every variant; what it casts is in all counts. Ratios are ours
-/ autocast: below 1 we cast less. "CUDA's lists" is what autocast itself would cast on a GPU. Conversions inside
-kernels of ours are no casts: they are in the files as `inside`.
+/ autocast: below 1 we cast less. "CUDA's lists" is what autocast itself would cast on a GPU. "auto, a100_80" is level
+auto with neutral ops placed by the costs on that device, which weigh the time of ops too, so that it need not have the
+fewest casts. Conversions inside kernels of ours are no casts: they are in the files as `inside`.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def cuda_lists(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return amp_compile(model, policy=policy, backend="eager", keep_output_dtypes=False, disable_passes=["fold_casts"])
 
 
-def at_level(model: nn.Module, dtype: torch.dtype, level: str) -> nn.Module:
-    return amp_compile(model, level=level, dtype=dtype, backend="eager")
+def at_level(model: nn.Module, dtype: torch.dtype, level: str, device: str | None = None) -> nn.Module:
+    return amp_compile(model, level=level, dtype=dtype, backend="eager", device=device)
 
 
 VARIANTS: dict[str, Variant] = {
@@ -55,6 +56,7 @@ VARIANTS: dict[str, Variant] = {
     "CUDA's lists": cuda_lists,
     "Policy.torch": torch_policy,
     **{level: partial(at_level, level=level) for level in ("auto", "O1", "O2")},
+    "auto, a100_80": partial(at_level, level="auto", device="a100_80"),
 }
 
 
