@@ -179,6 +179,27 @@ def test_a_comparison_reads_the_widest() -> None:
     assert (found["mul"], found["gt"]) == (BF16, F32)
 
 
+def test_a_cast_that_follows_a_dtype_keeps_the_one_that_the_rules_gave_it() -> None:
+    """``x.to(a.dtype)``, where ``a`` is low in auto and placed in fp32."""
+
+    def fn(x: Tensor, w: Tensor) -> Any:
+        h = F.linear(x, w)
+        a, b, c = F.gelu(h), F.silu(h), torch.tanh(h)
+        return [torch.softmax(v, 0) for v in (a, b, c)], F.linear(x.to(F32), w)
+
+    ctx = costing(device=dataclasses.replace(BYTES, launch=1e-6))
+    gm = pre_dispatch(fn, X, W)
+    find(gm, "to").meta[ir.ORIGIN] = ir.Origin(follows=True, twin=BF16, of="gelu")
+    prepared(gm, ctx, until="insert_casts")
+    assert precisions(gm)["gelu"] is precisions(gm)["to"] is BF16
+    check_pass(PASS, gm, ctx, modified=True)
+    assert (precisions(gm)["gelu"], precisions(gm)["to"]) == (F32, BF16)
+    known = ir.decision(find(gm, "to"))
+    assert known is not None
+    assert known.reason.startswith("stays bfloat16, the dtype that the rules alone give")
+    check_pass(insert_casts.PASS, gm, ctx)
+
+
 # ------------------------------------------------------------------------------------------- never lower
 
 
