@@ -127,7 +127,7 @@ class _Graph:
     def _taken_as_they_come(self, node: fx.Node, known: Decision | None) -> Iterator[fx.Node]:
         """Arguments whose dtypes decide on that of the result, by torch's own rules or those of a graph inside."""
         if node.op == "output" and self.inside is Rule.TRANSPARENT:
-            yield from (a for a in node.all_input_nodes)
+            yield from node.all_input_nodes
         if known is None or known.mode is not Mode.NATIVE or ir.is_conversion(node) or ir.is_getitem(node):
             return
         yield from node.all_input_nodes

@@ -412,13 +412,13 @@ def finished(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
 
 
 def assignments(gm: fx.GraphModule, ctx: Context, most: int) -> Iterator[fx.GraphModule]:
-    """The graph with every choice of precisions for the ops that may have either; nothing if they are too many."""
+    """The graph with every choice of precisions for the ops that may have either. If they are too many: with all of
+    them low, as O2 has them, and all of them in fp32, as O1 has them."""
     low = ctx.policy.low
     known = {n: d for n in gm.graph.nodes if (d := ir.decision(n)) is not None}
     free = [n for n, d in known.items() if d.either and d.cls is not None and d.cls.value == "follow"]
-    if len(free) > most:
-        return
-    for chosen in itertools.product((low, F32), repeat=len(free)):
+    every = itertools.product((low, F32), repeat=len(free))
+    for chosen in every if len(free) <= most else ([dtype] * len(free) for dtype in (low, F32)):
         wanted = dict(zip(free, chosen, strict=True))
         for node, was in known.items():
             if was.either:
@@ -434,9 +434,10 @@ programs = {"seed": st.integers(0, 2**32), "length": st.integers(2, 14), "launch
 
 
 @given(**programs)
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_no_other_choice_gives_a_faster_graph(seed: int, length: int, launch: float) -> None:
-    """Of all graphs that other choices would give, with casts inserted and folded as always, none takes less time."""
+    """Of all graphs that other choices would give, those of auto, O1 and O2 among them, none takes less time, when casts
+    are inserted and folded as always."""
     ctx = costing(device=dataclasses.replace(BYTES, launch=launch))
     assert isinstance(ctx.costs, CostModel)
     gm = ready(program(seed, length), X, W, ROW, ctx=ctx)
@@ -448,7 +449,7 @@ def test_no_other_choice_gives_a_faster_graph(seed: int, length: int, launch: fl
 
 
 @given(dtype=st.sampled_from([BF16, F16]), **programs)
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_never_lower_than_the_rules_allow(seed: int, length: int, launch: float, dtype: torch.dtype) -> None:
     """No op is low that would not be at a level which makes everything low that it may; and the numbers are right."""
     lowest = Level("lowest", Treatment.LOW, Treatment.FP32, Treatment.LOW_UNLESS_WIDE)
