@@ -436,8 +436,8 @@ programs = {"seed": st.integers(0, 2**32), "length": st.integers(2, 14), "launch
 @given(**programs)
 @settings(max_examples=25)
 def test_no_other_choice_gives_a_faster_graph(seed: int, length: int, launch: float) -> None:
-    """Of all graphs that other choices would give, those of auto, O1 and O2 among them, none takes less time, when casts
-    are inserted and folded as always."""
+    """Of all graphs that other choices would give, those of auto, O1 and O2 among them, none takes less time, with
+    casts inserted and folded as always."""
     ctx = costing(device=dataclasses.replace(BYTES, launch=launch))
     assert isinstance(ctx.costs, CostModel)
     gm = ready(program(seed, length), X, W, ROW, ctx=ctx)
