@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from .policy import Policy as Policy
     from .policy.scopes import precision as precision
     from .policy.scopes import set_precision as set_precision
+    from .prediction import Prediction as Prediction
+    from .prediction import predict as predict
     from .training.compile import compile_train_step as compile_train_step
     from .training.finite import all_finite as all_finite
     from .training.results import StepResult as StepResult
@@ -68,6 +70,7 @@ _PUBLIC = {
     "PipelineError": "common.errors",
     "Policy": "policy",
     "PolicyError": "common.errors",
+    "Prediction": "prediction",
     "Report": "inspect.report",
     "ScalerError": "common.errors",
     "StaticLossScaler": "training.scalers",
@@ -82,6 +85,7 @@ _PUBLIC = {
     "count_casts": "inspect.profile",
     "load_converted": "conversion.loading",
     "precision": "policy.scopes",
+    "predict": "prediction",
     "set_precision": "policy.scopes",
 }
 __all__ = [*_PUBLIC, "__version__"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import os
@@ -17,7 +18,7 @@ from torch import fx, nn
 from . import ir
 from .capture.autodiff import compile_graph
 from .capture.export import Exported, capture_export
-from .capture.fakes import fake_call
+from .capture.fakes import fake_call, sizes_from_data
 from .common.errors import ArgumentError
 from .common.messages import suggestion
 from .common.torch_names import pytree
@@ -37,10 +38,11 @@ _STATE = {"none": 0, "sgd": 0, "momentum": 4, "adamw": 8}
 _UNSCALE = 8
 #: passes that choose kernels for the CPU that is here
 _CPU_KERNELS = ("fuse_cast_matmul", "lower_kernels")
-#: how far the assumptions may be off, as factors: the rate of matrix and of ordinary units, of memory, of the host
+#: how far the assumptions may be off, as factors
 _DOUBTS = (
     (Speed(matrix=0.8), Speed(matrix=1.25)), (Speed(ordinary=0.87), Speed(ordinary=1.15)),
     (Speed(memory=0.87), Speed(memory=1.15)), (Speed(host=0.5), Speed(host=2.0)),
+    (Speed(casts=0.5), Speed(casts=2.0)),
 )  # fmt: skip
 #: speed-up below which mixed precision does not pay
 PAYS = 1.05
@@ -69,7 +71,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What ``predict`` found for one device and one level.
+    """What ``predict`` found for one device and one level; ``predict`` makes it.
 
     Attributes:
         device: The device.
@@ -87,6 +89,13 @@ class Prediction:
         memory: Bytes that are in use at the worst moment, with the optimizer's state.
         fp32_memory: The same in fp32.
         notes: What was assumed.
+
+    Examples:
+        >>> import torch
+        >>> from amp_compiler import predict
+        >>> found = predict(torch.nn.Linear(8, 8), (torch.ones(4, 8),), device="t4", training=False)
+        >>> found.pays, found.bound
+        (False, 'launch')
     """
 
     device: Device
@@ -233,12 +242,12 @@ def predict_study(study: Study, device: Device) -> Prediction:
     state = study.parameters * _STATE[study.optimizer] if study.training else 0
     return Prediction(
         device, study.policy.level, study.policy.low, study.training, low.seconds(), base.seconds(), strict.seconds(),
-        _band(base, low), low.breakdown(), base.breakdown(), low.graph.peak_bytes + state,
+        band_of(base, low), low.breakdown(), base.breakdown(), low.graph.peak_bytes + state,
         base.graph.peak_bytes + state, tuple(study.notes(device, low)), low, study,
     )  # fmt: skip
 
 
-def _band(base: Step, low: Step) -> tuple[float, float]:
+def band_of(base: Step, low: Step) -> tuple[float, float]:
     """The speed-up with each assumption off by itself, the deviations added as independent ones are."""
     middle = math.log(max(base.seconds(), 1e-12) / max(low.seconds(), 1e-12))
     down = up = 0.0
@@ -267,6 +276,7 @@ class Study:
         self.disable = () if cpu_kernels else _CPU_KERNELS
         self.parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self._graphs: dict[bool, fx.GraphModule] = {}
+        self._larger: dict[tuple[int, str], Study] = {}
 
     @classmethod
     def of(
@@ -276,8 +286,8 @@ class Study:
         """Check the arguments of ``predict``."""
         if not isinstance(model, nn.Module):
             raise ArgumentError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
-        if isinstance(args, torch.Tensor):
-            raise ArgumentError("args must be a tuple of inputs: write (x,).")
+        if not isinstance(args, (tuple, list)):
+            raise ArgumentError(f"args must be a tuple of inputs, not {type(args).__name__}: write (x,).")
         if optimizer not in OPTIMIZERS:
             raise ArgumentError(
                 f"Unknown optimizer {optimizer!r}: choose one of {', '.join(OPTIMIZERS)}.",
@@ -292,6 +302,12 @@ class Study:
         kind = "eager" if backend == "auto" else backend
         return cls(model, tuple(args), dict(kwargs or {}), chosen, training, optimizer, kind, world_size, device.is_cpu)
 
+    def at(self, policy: Policy) -> Study:
+        """The same by another policy of the same dtype: what was captured, and the graph in fp32, are shared."""
+        other = copy.copy(self)
+        other.policy, other._graphs = policy, {False: self.graph(False)}
+        return other
+
     @property
     def batch(self) -> int | None:
         """The first size of the first tensor among the inputs."""
@@ -300,9 +316,11 @@ class Study:
 
     def larger(self, times: int) -> Study | None:
         """The same with a larger batch; None if the inputs have none."""
-        batch = self.batch
+        batch, key = self.batch, (times, self.policy.level)
         if batch is None:
             return None
+        if key in self._larger:
+            return self._larger[key]
 
         def grow(value: torch.Tensor) -> torch.Tensor:
             if not value.dim() or value.shape[0] != batch:
@@ -310,8 +328,9 @@ class Study:
             return torch.empty((batch * times, *value.shape[1:]), dtype=value.dtype, device="meta")
 
         args, kwargs = pytree.tree_map_only(torch.Tensor, grow, (self.args, self.kwargs))
-        return Study(self.model, args, kwargs, self.policy, self.training, self.optimizer, self.backend,
-                     self.world_size, not self.disable)  # fmt: skip
+        self._larger[key] = Study(self.model, args, kwargs, self.policy, self.training, self.optimizer, self.backend,
+                                  self.world_size, not self.disable)  # fmt: skip
+        return self._larger[key]
 
     @cached_property
     def captured(self) -> Exported:
@@ -356,7 +375,7 @@ class Study:
             raise _Captured
 
         try:
-            with torch.enable_grad() if self.training else torch.no_grad():
+            with sizes_from_data(), torch.enable_grad() if self.training else torch.no_grad():
                 compile_graph(gm, inputs, "eager", passes)
         except Exception:
             if not found:

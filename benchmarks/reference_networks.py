@@ -1,4 +1,4 @@
-"""The networks of published measurements, by name, at the sizes that were measured: on the meta device, without weights."""
+"""The networks of published measurements, by name, at the sizes that were measured, on the meta device."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from subjects import NineLayers, without_scripts
 
+Layers = list[nn.Module]
+Sizes = tuple[int, ...]
 Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 
@@ -59,8 +61,8 @@ def _stage(inputs: int, inner: int, outputs: int, blocks: int, stride: int, grou
     return nn.Sequential(first, *(Bottleneck(outputs, inner, outputs, 1, groups) for _ in range(blocks - 1)))
 
 
-def _body(blocks: tuple[int, ...], groups: int = 1, widening: int = 1, strides: tuple[int, ...] = (1, 2, 2, 2)) -> list:
-    layers: list[nn.Module] = [_conv(3, 64, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
+def _body(blocks: Sizes, groups: int = 1, widening: int = 1, strides: Sizes = (1, 2, 2, 2)) -> Layers:
+    layers: Layers = [_conv(3, 64, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
     inputs = 64
     for place, (count, stride) in enumerate(zip(blocks, strides, strict=False)):
         outputs = 256 * 2**place
@@ -69,7 +71,7 @@ def _body(blocks: tuple[int, ...], groups: int = 1, widening: int = 1, strides: 
     return layers
 
 
-def _classifier(body: list[nn.Module]) -> nn.Module:
+def _classifier(body: Layers) -> nn.Module:
     return nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000))
 
 
@@ -93,7 +95,7 @@ def resnext101(batch: int, training: bool) -> Call:
 class Detector(nn.Module):
     """A single-shot detector: class scores and box offsets from feature maps that grow smaller."""
 
-    def __init__(self, body: list[nn.Module], maps: list[nn.Module], channels: list[int], boxes: list[int]) -> None:
+    def __init__(self, body: Layers, maps: Layers, channels: list[int], boxes: list[int]) -> None:
         super().__init__()
         self.body, self.maps = nn.Sequential(*body), nn.ModuleList(maps)
         pairs = list(zip(channels, boxes, strict=True))
@@ -117,17 +119,14 @@ def _smaller(inputs: int, inner: int, outputs: int, stride: int) -> nn.Module:
     return nn.Sequential(*_conv(inputs, inner, 1), relu, last, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
 
 
-def _detection(model: nn.Module, batch: int, size: int, training: bool) -> Call:
-    return model, (torch.empty(batch, 3, size, size),), {}
-
-
 def ssd300(batch: int, training: bool) -> Call:
     """SSD 300 on three stages of a ResNet-50, the third without its stride; 8732 boxes."""
     channels = [1024, 512, 512, 256, 256, 256]
     inner = (256, 256, 128, 128, 128)
     steps = zip(channels[:-1], inner, channels[1:], (2, 2, 2, 1, 1), strict=True)
     body = _body((3, 4, 6), strides=(1, 2, 1))
-    return _detection(Detector(body, [_smaller(*step) for step in steps], channels, [4, 6, 6, 6, 4, 4]), batch, 300, training)
+    model = Detector(body, [_smaller(*step) for step in steps], channels, [4, 6, 6, 6, 4, 4])
+    return model, (torch.empty(batch, 3, 300, 300),), {}
 
 
 def ssd512(batch: int, training: bool) -> Call:
@@ -136,7 +135,8 @@ def ssd512(batch: int, training: bool) -> Call:
     channels = [2048, 512, 512, 256, 256]
     steps = zip(channels[:-1], (512, 256, 128, 128), channels[1:], (2, 2, 2, 2), strict=True)
     body = _body((3, 4, 6, 3))
-    return _detection(Detector(body, [_smaller(*step) for step in steps], channels, [6, 6, 6, 4, 4]), batch, 512, training)
+    model = Detector(body, [_smaller(*step) for step in steps], channels, [6, 6, 6, 4, 4])
+    return model, (torch.empty(batch, 3, 512, 512),), {}
 
 
 # ---------------------------------------------------------------------------------------------------- transformers

@@ -1,16 +1,18 @@
 """A model without its weights: the same modules, with fakes in place of their tensors, to be traced for shapes alone.
 
-torch 2.13 internals: ``FakeTensorMode`` (no public name gives out tensors that have a shape, a dtype and a device and no
-memory; those of the meta device have no kernels for some losses).
+torch 2.13 internals: ``FakeTensorMode`` (no public name gives out tensors that have a shape, a dtype and a device and
+no memory; those of the meta device lack kernels for the gradients of some losses).
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.fx.experimental._config as symbolic_config
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -33,6 +35,14 @@ def fake_call(
     copied = copy.deepcopy(model, memo)
     given, named = pytree.tree_map_only(torch.Tensor, lambda t: _fake(t, mode), (tuple(args), dict(kwargs or {})))
     return copied, given, named
+
+
+@contextlib.contextmanager
+def sizes_from_data() -> Iterator[None]:
+    """A graph that holds sizes which depend on data may be traced again on its own fakes: torch makes new symbols for
+    such sizes and would miss them among the results."""
+    with symbolic_config.patch(soft_pending_unbacked_not_found_error=True):
+        yield
 
 
 def _is_tensor(value: Any) -> bool:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 TERA, GIGA, MICRO = 1e12, 1e9, 1e-6
 #: microseconds that a kernel takes on a GPU at least: launching, filling and draining one that has nothing to do
 KERNEL_MICROSECONDS = 3.0
-#: microseconds of the host for one op of eager PyTorch (Python, module, autograd, dispatcher, launch): what small batches
-#: take divided by their ops in published tables, on the hosts that devices of a time are sold in
+#: microseconds of the host for one op of eager PyTorch (Python, module, autograd, dispatcher, launch): what a small
+#: batch takes in published tables, divided by its ops; the second is for the hosts that came with a V100 or T4
 HOST_MICROSECONDS, HOST_2018_MICROSECONDS = 35.0, 60.0
 _RATES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -25,7 +25,7 @@ class Device:
         title: Its full name.
         source: Where the figures come from.
         peak: Dense FLOP/s by the kind of unit, ``"fp32"``, ``"tf32"``, ``"fp16"`` and ``"bf16"``. A kind that the
-            device has no units for is missing.
+            device has no units for is missing. A CPU that was measured also has ``"bf16:convolution"`` and the like.
         bandwidth: Of its memory.
         sms: Number of multiprocessors (compute units, cores), by which the work of a kernel is divided.
         memory: Bytes of its memory.
@@ -38,7 +38,7 @@ class Device:
     name: str
     title: str
     source: str
-    peak: Mapping[str, float]
+    peak: Mapping[str, float] = field(hash=False)
     bandwidth: float
     sms: int
     memory: float

@@ -12,11 +12,13 @@ from ..common.errors import ArgumentError
 from ..common.messages import suggestion
 from .device import KERNEL_MICROSECONDS, row
 from .device import Device as Device
+from .machine import NAME as THIS_MACHINE
+from .machine import this_machine
 from .table import DEVICES
 
 
 def find(name: str | os.PathLike[str] | Device) -> Device:
-    """A device by its name, or by the path of a TOML file that describes one.
+    """A device by its name, or by the path of a TOML file that describes one. ``"this_machine"`` is the CPU at hand.
 
     >>> find("t4").title
     'NVIDIA T4'
@@ -27,12 +29,14 @@ def find(name: str | os.PathLike[str] | Device) -> Device:
     if text.endswith(".toml"):
         return read(text)
     key = text.lower().replace("-", "_")
+    if key == THIS_MACHINE:
+        return this_machine()
     if key in DEVICES:
         return DEVICES[key]
-    known = ", ".join(DEVICES)
+    known = [*DEVICES, THIS_MACHINE]
+    near = suggestion(key, known, most=3, cutoff=0.5)
     raise ArgumentError(
-        f"Unknown device {name!r}.",
-        hint=f"{suggestion(key, DEVICES, most=3, cutoff=0.5)} Known: {known}, and the path of a TOML file.".strip(),
+        f"Unknown device {name!r}.", hint=f"{near} Known: {', '.join(known)}, or the path of a TOML file.".strip()
     )
 
 

@@ -1,4 +1,4 @@
-"""What a whole graph costs: device and host in parallel, where the time goes, and the most memory it needs at a time."""
+"""What a whole graph costs: device and host in parallel, where the time goes, and the most memory it needs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ WITHOUT_PYTHON = 0.5
 
 
 class Speed(NamedTuple):
-    """Factors on what the model assumes: how fast matrix units, ordinary units, memory and host are."""
+    """Factors on what the model assumes: how fast matrix units, ordinary units and memory are, and the host at issuing
+    ops, and casts among them."""
 
     matrix: float = 1.0
     ordinary: float = 1.0
     memory: float = 1.0
     host: float = 1.0
+    casts: float = 1.0
 
 
 AS_ASSUMED = Speed()
@@ -83,7 +85,8 @@ class GraphCost:
 
     def host(self, speed: Speed = AS_ASSUMED) -> float:
         """Seconds that the host needs to issue all ops."""
-        return sum(kernel.host for kernel in self.kernels) / speed.host
+        total = sum(k.host / (speed.casts if k.kind == CASTS else 1.0) for k in self.kernels)
+        return total / speed.host
 
     @property
     def backward(self) -> float:

@@ -13,7 +13,7 @@ from torch import fx
 
 from .. import ir
 from .device import Device
-from .products import Product, products
+from .products import CONVOLUTION, Product, products
 from .traffic import is_free, is_pointwise, nbytes, reads, writes
 
 #: share of the peak that large products reach: libraries get nearly all of ordinary units' rate; matrix units wait for
@@ -30,6 +30,9 @@ UNALIGNED = 0.5
 #: how much faster ordinary units convolve 3 × 3 places: Winograd's algorithm multiplies 2.25 times less often, and its
 #: transforms take a part of that back
 WINOGRAD = 1.5
+#: a CPU computes these rather than waits for memory, at about this multiple of the time of an addition
+FUNCTIONS = 4.0
+FUNCTION_OPS = ("gelu", "silu", "exp", "log", "tanh", "sigmoid", "softmax", "norm", "pow", "rsqrt", "erf", "cos", "sin")
 #: work of the backward of an op that isn't a product, as a multiple of its forward's traffic: it reads the gradient
 #: beside what the forward read, and writes one gradient
 BACKWARD_TRAFFIC = 1.5
@@ -62,7 +65,6 @@ class CostModel:
     def __init__(self, device: Device, *, fused: bool = False, tf32: bool = True) -> None:
         self.device, self.fused, self.tf32 = device, fused, tf32
         self.streamed = 1.0 if device.is_cpu else STREAMED  # a CPU's bandwidth is measured, not told
-        self.sustained = dict.fromkeys(SUSTAINED, 1.0) if device.is_cpu else SUSTAINED
 
     def seconds(self, node: fx.Node, dtype: torch.dtype | None = None) -> float:
         """Seconds of a node. ``dtype``: as if all its floating operands and results had this one."""
@@ -99,7 +101,10 @@ class CostModel:
             if node.users and all(is_pointwise(user) for user in node.users):
                 made, launch = 0, 0.0
         moved = sum(size for _, size in given) + made
-        if unit != "fp32" and any(p.is_conv and not p.grouped for p in found) and not _is_channels_last(node):
+        if self.device.is_cpu:
+            moved = round(moved * _effort(node))
+        convolves = any(p.kind == CONVOLUTION and not p.grouped for p in found)
+        if convolves and unit != "fp32" and not self.device.is_cpu and not _is_channels_last(node):
             moved += 2 * moved  # matrix units read and write channels last: the library reorders before and after
         return Seconds(compute, self._moving(moved), launch, moved, unit)
 
@@ -108,13 +113,13 @@ class CostModel:
         device = self.device
         if product.grouped:
             unit = "fp32"
-        sustained = device.peak[unit] * self.sustained[unit]
-        if unit == "fp32" and product.dense3 and not device.is_cpu:
-            sustained *= WINOGRAD
+        if device.is_cpu:
+            return product.flops / device.peak.get(f"{unit}:{product.kind}", device.peak[unit])
+        sustained = device.peak[unit] * SUSTAINED[unit]
         if unit != "fp32" and any(size * itemsize % 16 for size in product.aligned):
             sustained *= UNALIGNED
-        if device.is_cpu:
-            return product.flops / sustained
+        if unit == "fp32" and product.dense3:
+            sustained *= WINOGRAD
         return min(self._tiled(product, tile, sustained, itemsize) for tile in TILES)
 
     def _tiled(self, product: Product, tile: tuple[int, int], sustained: float, itemsize: int) -> float:
@@ -133,11 +138,19 @@ class CostModel:
         return size / (self.device.bandwidth * self.streamed)
 
 
+def _effort(node: fx.Node) -> float:
+    """How long a CPU takes for a node's bytes, as a multiple of an element-wise op on fp32."""
+    name = ir.op_name(node)
+    slow = FUNCTIONS if any(word in name for word in FUNCTION_OPS) else 1.0
+    return slow * 4 / _operand_dtype(node).itemsize  # so many elements, whatever their size
+
+
 def _may_need_gradient(node: fx.Node) -> bool:
     value = ir.tensor_of(node)
     if value is None or not value.dtype.is_floating_point:
         return False
-    return value.requires_grad or node.op != "placeholder"  # a trace does not say it of values in between
+    # a trace does not say it of values in between
+    return value.requires_grad or bool(node.meta.get(ir.PARAMETER)) or node.op != "placeholder"
 
 
 def _is_channels_last(node: fx.Node) -> bool:

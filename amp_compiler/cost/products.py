@@ -15,14 +15,17 @@ from torch import fx
 from .. import ir
 from ..ir.flops import node_flops
 
+CONVOLUTION, ATTENTION = "convolution", "attention"
+
 
 @dataclass(frozen=True)
 class Product:
     """``batch`` products of an m × k by a k × n matrix.
 
     ``aligned``: the sizes in elements whose values lie side by side in memory, which matrix units want to be multiples
-    of 16 bytes. ``is_conv``: a convolution. ``grouped``: one by small groups, which ordinary units compute.
-    ``dense3``: one of 3 × 3 places without a stride, which has algorithms with fewer multiplications.
+    of 16 bytes. ``kind``: "convolution", "attention", or "" for a product of matrices. ``grouped``: a convolution by
+    small groups, which ordinary units compute. ``dense3``: one of 3 × 3 places without a stride, for which there are
+    algorithms with fewer multiplications.
     """
 
     m: int
@@ -30,8 +33,8 @@ class Product:
     k: int
     batch: int = 1
     aligned: tuple[int, ...] = ()
+    kind: str = ""
     grouped: bool = False
-    is_conv: bool = False
     dense3: bool = False
 
     @property
@@ -69,8 +72,8 @@ def _by_flops(node: fx.Node) -> list[Product]:
     return [Product(max(prod(out[:-1]), 1), out[-1], max(flops // (2 * prod(out)), 1))]
 
 
-def _product(m: int, n: int, k: int, batch: int = 1) -> Product:
-    return Product(m, n, k, batch, (n, k))
+def _product(m: int, n: int, k: int, batch: int = 1, kind: str = "") -> Product:
+    return Product(m, n, k, batch, (n, k), kind)
 
 
 def _linear(node: fx.Node, named: Named) -> list[Product]:
@@ -114,7 +117,7 @@ def _conv_product(out: list[int], weight: list[int], named: Named, which: str) -
     else:
         sizes = (outputs, inputs * taps, places)
     strided = any(s != 1 for s in (stride if isinstance(stride, (list, tuple)) else [stride]))
-    return Product(*sizes, groups, aligned, grouped, True, weight[2:] == [3, 3] and groups == 1 and not strided)
+    return Product(*sizes, groups, aligned, CONVOLUTION, grouped, weight[2:] == [3, 3] and groups == 1 and not strided)
 
 
 def _conv_backward(node: fx.Node, named: Named) -> list[Product]:
@@ -139,7 +142,8 @@ def _attention(times: float) -> Callable[[fx.Node, Named], list[Product]]:
         if named.get("is_causal"):
             keys = max(keys // 2, 1)
         heads = prod(query[:-2])
-        return [_product(query[-2], keys, query[-1], heads), _product(query[-2], value[-1], keys, heads)]
+        scores = _product(query[-2], keys, query[-1], heads, ATTENTION)
+        return [scores, _product(query[-2], value[-1], keys, heads, ATTENTION)]
 
     return rule
 
@@ -149,7 +153,6 @@ _FORWARD = ("scaled_dot_product_attention", "_scaled_dot_product_flash_attention
             "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable")  # fmt: skip
 #: five products where the forward has two: the scores are computed again
 _BACKWARD = tuple(f"{name}_backward" for name in _FORWARD)
-ATTENTION = frozenset({*_FORWARD, *_BACKWARD})
 _RULES: dict[str, Callable[[fx.Node, Named], list[Product]]] = {
     "linear": _linear,
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "matmul", "amp::cast_matmul"), _matmul),
