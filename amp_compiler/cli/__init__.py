@@ -1,10 +1,10 @@
-"""The command line: ``amp-compiler dump | explain | convert | passes | doctor``. One file a command."""
+"""The command line: ``amp-compiler dump | explain | convert | passes | doctor``. One file per command."""
 
 from __future__ import annotations
 
 
 def main() -> None:
-    """What the ``amp-compiler`` script runs."""
+    """Run the ``amp-compiler`` script."""
     from .app import app
 
     app(prog_name="amp-compiler")

@@ -1,4 +1,4 @@
-"""From what a user asks for to what does it. Engines import torch.distributed, so they are imported when asked for."""
+"""Create the engine for what a user asks for. Engines import torch.distributed, so they are imported on demand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def make_engine(parallel: Any, model: nn.Module, disabled: Sequence[str] = ()) -> DataEngine | None:
-    """The engine of ``compile_train_step(parallel=...)``; None for a single process. ``disabled``: names of passes."""
+    """Return the engine for ``compile_train_step(parallel=...)``; None for a single process. ``disabled``: names of
+    passes."""
     if parallel is None:
         return None
     if not isinstance(parallel, DataParallel):

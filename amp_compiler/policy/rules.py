@@ -1,4 +1,4 @@
-"""The rules by which a node gets its precision, each with the words that a user reads."""
+"""The kinds of rules that set the precision of a node, each with the words that a user reads."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Rule(enum.StrEnum):
     # what the device says
     PLACED = "placed", "the costs of ops and casts on the device"
 
-    # nodes that hold others, or that passes add
+    # nodes that contain others, or that passes add
     SELECTED = "getitem", "the op whose output it is"
     TRANSPARENT = "transparent", "the ops inside it"
     SEALED = "sealed", "a higher-order op, whose inputs and outputs keep their dtypes"
@@ -70,5 +70,5 @@ class Rule(enum.StrEnum):
 
 
 def words_for(rule: str) -> str:
-    """The words of a rule by its value; a value of a newer release stands for itself."""
+    """Return the words of a rule by its value; the value itself if it comes from a newer release."""
     return next((known.words for known in Rule if known == rule), rule)

@@ -92,7 +92,7 @@ def compile_train_step(
     check_numbers(accumulate_steps, max_grad_norm)
     asked = check_request(level, dtype, policy, white_list, black_list, exclude, backend, disable_passes, device)
     chosen = asked.policy_for(model)
-    # between the pieces of a model that breaks the graph, autocast's own numerics leave low values low
+    # with autocast's own numerics, values between the pieces of a model that breaks the graph stay low
     options = Options(chosen, backend, chosen.autocast_device is None, disable_passes=asked.disable_passes,
                       device=asked.device)  # fmt: skip
     scaler = None if "scale_loss" in asked.disable_passes else make_scaler(loss_scaler)

@@ -18,5 +18,5 @@ CAST = ("magenta", "#f3d9f5", "#701a75")
 
 
 def is_row(node: NodeView) -> bool:
-    """Whether a list of ops shows a node: parameters and selections of outputs are left out."""
+    """True if a list of ops shows this node: parameters and selections of outputs are omitted."""
     return node.kind in ("input", "call", "cast", "output")
