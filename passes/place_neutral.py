@@ -201,17 +201,27 @@ class _Graph:
                     yield arg, wanted
 
     def _outputs(self, node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
-        """What the graph returns is cast back to the dtype that the model gave it."""
+        """What the graph returns is cast back to the dtype that the model gave it; views of one value, which stay
+        views of one value, by one cast of it."""
         if self.inside is Rule.TRANSPARENT or (self.inside is None and not self.ctx.keep_output_dtypes):
             return
         flat = pytree.tree_leaves(node.args[0])
         given = self.gm.meta.get(ir.OUTPUT_DTYPES, [])
         dtypes = given if len(given) == len(flat) else [None] * len(flat)
+        classes = ir.alias_classes(self.gm.graph)
+        firsts: dict[int, fx.Node] = {}
+        for other in self.gm.graph.nodes:
+            firsts.setdefault(classes[other], other)
+        found: dict[tuple[int, int], dict[fx.Node, None]] = {}
         for value, dtype in zip(flat, dtypes, strict=True):
             tensor = ir.tensor_of(value) if isinstance(value, fx.Node) else None
             wanted = self.fixed.get(dtype or tensor.dtype) if tensor is not None else None
             if wanted is not None:
-                yield value, wanted
+                found.setdefault((classes[value], wanted), {})[value] = None
+        for (number, wanted), values in found.items():
+            first = firsts[number]
+            alike = len(values) > 1 and all(self.of.get(v) == self.of.get(first) for v in values)
+            yield from ((value, wanted) for value in ([first] if alike else values))
 
     # ------------------------------------------------------------------------------------------- the answer
 
