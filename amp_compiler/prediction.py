@@ -44,9 +44,11 @@ _DOUBTS = (
     (Speed(memory=0.87), Speed(memory=1.15)), (Speed(host=0.5), Speed(host=2.0)),
     (Speed(casts=0.5), Speed(casts=2.0)),
 )  # fmt: skip
+#: how far the time of either side may be off by itself: a library has better and worse kernels for a shape
+_KERNELS = 0.1
 #: speed-up below which mixed precision does not pay
 PAYS = 1.05
-_LARGER = (4, 16, 64)  # batches that are tried, as multiples
+_LARGER = (8, 64)  # batches that are tried, as multiples
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ class Prediction:
 
     @cached_property
     def pays_from(self) -> int | None:
-        """The batch size from which mixed precision pays, of those that are 4, 16 and 64 times as large; None if it
+        """The batch size from which mixed precision pays, of those that are 8 and 64 times as large; None if it
         does not pay at any, or the inputs have no common first dimension. Every size is captured anew."""
         if self.pays:
             return self.study.batch
@@ -250,7 +252,7 @@ def predict_study(study: Study, device: Device) -> Prediction:
 def band_of(base: Step, low: Step) -> tuple[float, float]:
     """The speed-up with each assumption off by itself, the deviations added as independent ones are."""
     middle = math.log(max(base.seconds(), 1e-12) / max(low.seconds(), 1e-12))
-    down = up = 0.0
+    down = up = 2 * _KERNELS**2
     for pair in _DOUBTS:
         moved = [math.log(max(base.seconds(s), 1e-12) / max(low.seconds(s), 1e-12)) - middle for s in pair]
         down, up = down + min(*moved, 0.0) ** 2, up + max(*moved, 0.0) ** 2

@@ -41,7 +41,8 @@ def fake_call(
 def sizes_from_data() -> Iterator[None]:
     """A graph that holds sizes which depend on data may be traced again on its own fakes: torch makes new symbols for
     such sizes and would miss them among the results."""
-    with symbolic_config.patch(soft_pending_unbacked_not_found_error=True):
+    config: Any = symbolic_config  # torch installs ``patch`` when it is imported
+    with config.patch(soft_pending_unbacked_not_found_error=True):
         yield
 
 

@@ -22,7 +22,7 @@ HELP = "Predict how long a model takes on devices that need not be here, in fp32
 EXAMPLES = (
     "amp-compiler predict model.py:make --device a100_80,h100_sxm --levels all",
     "amp-compiler predict model.py:make --device t4 --inference --json",
-    "amp-compiler predict model.py:make --device v100_sxm2 --plot roofline.svg",
+    "amp-compiler predict model.py:make --device v100_sxm2 --inference --plot roofline.svg",
 )
 EPILOG = c.examples(EXAMPLES)
 

@@ -28,10 +28,12 @@ from .products import ATTENTION, CONVOLUTION
 from .table import DEVICES
 
 NAME = "this_machine"
-_SIZE = 512  # of the square matrices that are multiplied
+_SIZE = 384  # of the square matrices that are multiplied: short enough to be undisturbed now and then
 _ELEMENTS = 1 << 20  # of the tensor that is copied: what activations of a small model take, in the cache of a CPU
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_REPEATS, _PATIENCE = 50, 0.6  # calls of each kind, at most so many seconds
+_REPEATS, _PATIENCE = 100, 0.5  # calls of each kind, about so many seconds at most
+_OPS = 300
+Case = tuple[Callable[[], object], float]  # what to call, and its FLOPs
 aten = torch.ops.aten
 
 
@@ -72,18 +74,16 @@ def measure(native: bool = False) -> Figures:
     if not native and any(cpu.wants_compiled(dtype) for dtype in LOW):
         build.prepare()
     peak: dict[str, float] = {}
-    for name, dtype in _DTYPES.items():
-        a = torch.ones(_SIZE, _SIZE, dtype=dtype)
-        wide = dtype in LOW and not native and cpu.runs_wide(dtype)
-        run = partial(torch.ops.amp.cast_matmul.default, a, a, None, dtype, dtype) if wide else partial(torch.mm, a, a)
-        peak[name] = 2 * _SIZE**3 / seconds_of(run)
-        peak[f"{name}:{CONVOLUTION}"] = _convolution_rate(dtype, native)
-        peak[f"{name}:{ATTENTION}"] = _attention_rate(dtype, native)
+    for suffix, case in (("", _product), (f":{CONVOLUTION}", _convolution), (f":{ATTENTION}", _attention)):
+        cases = {name: case(dtype, native) for name, dtype in _DTYPES.items()}
+        found = seconds_of({name: run for name, (run, _) in cases.items()})
+        peak |= {f"{name}{suffix}": flops / found[name] for name, (_, flops) in cases.items()}
     x, y = torch.ones(_ELEMENTS), torch.empty(_ELEMENTS)
-    bandwidth = 8 * _ELEMENTS / seconds_of(lambda: torch.mul(x, 2.0, out=y))
     one = torch.ones(1)
-    overhead = seconds_of(lambda: [one.mul(2.0) for _ in range(1000)]) / 1000
-    return Figures(_key(), peak, bandwidth, overhead)
+    least = seconds_of({
+        "memory": lambda: torch.mul(x, 2.0, out=y), "ops": lambda: [one.mul(2.0) for _ in range(_OPS)],
+    })  # fmt: skip
+    return Figures(_key(), peak, 8 * _ELEMENTS / least["memory"], least["ops"] / _OPS)
 
 
 def _kernel(op: OpOverload, values: list[Tensor], native: bool) -> Any:
@@ -92,10 +92,17 @@ def _kernel(op: OpOverload, values: list[Tensor], native: bool) -> Any:
     return row.kernel if row is not None and row.why(values) else op
 
 
-def _convolution_rate(dtype: torch.dtype, native: bool) -> float:
-    """FLOP/s of a convolution with its backward, which does twice the work."""
+def _product(dtype: torch.dtype, native: bool) -> Case:
+    a = torch.ones(_SIZE, _SIZE, dtype=dtype)
+    wide = dtype in LOW and not native and cpu.runs_wide(dtype)
+    run = partial(torch.ops.amp.cast_matmul.default, a, a, None, dtype, dtype) if wide else partial(torch.mm, a, a)
+    return run, 2 * _SIZE**3
+
+
+def _convolution(dtype: torch.dtype, native: bool) -> Case:
+    """A convolution with its backward, which does twice the work."""
     channels, size = 64, 16
-    x = torch.ones(16, channels, size, size, dtype=dtype)
+    x = torch.ones(4, channels, size, size, dtype=dtype)
     w = torch.ones(channels, channels, 3, 3, dtype=dtype)
     rest = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     forward = _kernel(aten.convolution.default, [x, w], native)
@@ -105,12 +112,12 @@ def _convolution_rate(dtype: torch.dtype, native: bool) -> float:
         forward(x, w, None, *rest)
         backward(x, x, w, None, *rest, [True, True, False])
 
-    return 3 * 2 * x.numel() * channels * 9 / seconds_of(run)
+    return run, 3 * 2 * x.numel() * channels * 9
 
 
-def _attention_rate(dtype: torch.dtype, native: bool) -> float:
-    """FLOP/s of an attention with its backward, which does two and a half times the work."""
-    q = torch.ones(8, 4, 64, 32, dtype=dtype)
+def _attention(dtype: torch.dtype, native: bool) -> Case:
+    """An attention with its backward, which does two and a half times the work."""
+    q = torch.ones(2, 4, 64, 32, dtype=dtype)
     forward = _kernel(aten._scaled_dot_product_flash_attention_for_cpu.default, [q, q, q], native)
     backward = _kernel(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, [q, q, q, q], native)
 
@@ -118,20 +125,22 @@ def _attention_rate(dtype: torch.dtype, native: bool) -> float:
         out, sums = forward(q, q, q)
         backward(out, q, q, q, out, sums, 0.0, False)
 
-    return 3.5 * 2 * 2 * q.numel() * 64 / seconds_of(run)
+    return run, 3.5 * 2 * 2 * q.numel() * 64
 
 
-def seconds_of(run: Callable[[], object]) -> float:
-    """Seconds of a call, the best of several."""
-    best, begun = math.inf, time.perf_counter()
+def seconds_of(cases: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """Seconds of calls, the best of several each. They take turns, so that other work slows down all of them."""
+    best, spent = dict.fromkeys(cases, math.inf), dict.fromkeys(cases, 0.0)
     with torch.no_grad():
-        run()
-        for _ in range(_REPEATS):
-            start = time.perf_counter()
+        for run in cases.values():
             run()
-            best = min(best, time.perf_counter() - start)
-            if time.perf_counter() - begun > _PATIENCE:
-                break
+        for _ in range(_REPEATS):
+            for name, run in cases.items():
+                if spent[name] < _PATIENCE:
+                    start = time.perf_counter()
+                    run()
+                    seconds = time.perf_counter() - start
+                    best[name], spent[name] = min(best[name], seconds), spent[name] + seconds
     return best
 
 
