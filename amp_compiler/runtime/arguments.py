@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..common import logs
 from ..common.errors import ArgumentError, PolicyError
 from ..common.messages import nearest_path
 from ..ir.nesting import check_parts
@@ -18,6 +19,7 @@ from ..passes import order
 from ..policy import DEFAULT_LEVEL, Policy, check_level, check_low_dtype, default_dtype, matches
 from ..policy.ops.names import OpLike
 from ..policy.scopes import modules_of
+from ..rewrite.verify import deep_by_default
 from .options import BACKENDS
 
 
@@ -59,10 +61,11 @@ def check_request(
 
 
 def check_environment() -> None:
-    """Check the environment variables that choose kernels: found in the middle of a pass, a misspelt one would look
-    like a fault of that pass."""
+    """Check the environment variables: found in the middle of a pass, a misspelt one would look like a fault of that
+    pass."""
+    reads = (cpu.setting, gpu.setting, gpu.autotunes, capability.chosen, deep_by_default, logs.check)
     try:
-        for read in (cpu.setting, gpu.setting, capability.chosen):
+        for read in reads:
             read()
     except ValueError as error:
         raise ArgumentError(f"An environment variable is wrong: {error} Correct it, or unset it.") from None

@@ -59,11 +59,11 @@ class State:
     running: _Running = field(default_factory=_Running)
     handed: Handed = field(default_factory=Handed)  # wide values that pieces of that call gave
 
-    def missed(self, reasons: Iterable[str]) -> None:
+    def missed(self, reasons: Iterable[dynamo.Reason]) -> None:
         """Graph breaks that no captured graph tells of, as when the code before them had no tensor op."""
         for reason in reasons:
             if not any(reason in known for known in self.not_captured):
-                self.not_captured.append(f"graph break: {reason}{dynamo.remedy(reason)}")
+                self.not_captured.append(f"graph break: {reason.in_full()}")
                 log("capture", "graph break: %s", reason)
 
     def leave(self, text: str) -> None:
