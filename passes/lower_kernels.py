@@ -1,4 +1,4 @@
-"""lower_kernels: ops for which there is a kernel of ours run by it, as the table ``kernels/lowering.py`` says.
+"""lower_kernels: replaces ops by kernels of this package, as the table ``kernels/lowering.py`` says.
 
 ``convolution(x: bf16, w: bf16)``  →  ``amp::wide_convolution(x, w)`` on a CPU without low-precision units, in fp32
 between two roundings; likewise its backward, attention's backward and ``baddbmm``. An LSTM's layer, which is a kernel

@@ -52,7 +52,7 @@ def run(
     debug: c.Debug = False,
 ) -> None:
     if output is None and onnx is None:
-        raise ArgumentError("Where to? Give -o model.pt2, or --onnx model.onnx.")
+        raise ArgumentError("No output file: give -o model.pt2 or --onnx model.onnx.")
     for path in (output, onnx):
         if path is not None:
             check_target(path)

@@ -329,8 +329,8 @@ class TrainStep:
 
     def _explain(self) -> Overflow:
         captured = self._whole if self._pieces is None else self._pieces.captured
-        adapts = isinstance(self.scaler, DynamicLossScaler)
-        return explain_last_update(captured, self._probe, self._owner, self._window, adapts, self._engine is not None)
+        floor = self.scaler._floor if isinstance(self.scaler, DynamicLossScaler) else None
+        return explain_last_update(captured, self._probe, self._owner, self._window, floor, self._engine is not None)
 
     # ------------------------------------------------------------------------------------- checkpointing
 
@@ -353,7 +353,7 @@ class TrainStep:
         restore(self._run_state(), state)
 
     def _run_state(self) -> Run:
-        return Run(self._owner, self.scaler, self._window, self._device)
+        return Run(self._owner, self.scaler, self._window, self._device, self.policy)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainStep:
         """A step of its own: copies of model, optimizer and scaler, captured anew at its first call."""

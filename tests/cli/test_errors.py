@@ -44,7 +44,7 @@ WRONG = {
     "two formats": (["dump", "model.py:make", "--json", "-f", "html"], "--json and --format html contradict"),
     "two formats, one the default": (["dump", "model.py:make", "--json", "-f", "text"], "give one of them"),
     "a summary as a picture": (["dump", "model.py:make", "--summary", "-f", "svg"], "--summary is the report of the"),
-    "where to": (["convert", "model.py:make"], "Where to?"),
+    "where to": (["convert", "model.py:make"], "No output file: give -o"),
     "no folder": (["convert", "model.py:make", "-o", "no/where.pt2"], "there is no folder"),
     "inputs of a file": (["dump", "any.pt2", "-i", "2"], "leave --input out"),
 }  # fmt: skip
