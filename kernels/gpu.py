@@ -24,8 +24,8 @@ def setting() -> str:
 
 
 def autotunes() -> bool:
-    """True if ``AMP_CUDA_AUTOTUNE=1`` asks to time all configurations of the matrix product once per shape; unset, empty
-    and ``0`` are False."""
+    """True if ``AMP_CUDA_AUTOTUNE=1`` asks to time all configurations of the matrix product once per shape; unset,
+    empty and ``0`` are False."""
     asked = os.environ.get(AUTOTUNE) or "0"
     if asked not in ("0", "1"):
         raise ValueError(f"{AUTOTUNE}={asked!r} is not one of: 0, 1.")

@@ -166,9 +166,9 @@ def advise_model(view: GraphView, gpus: Sequence[Gpu] = ()) -> list[str]:
         where = f" in {node.module}" if node.module else ""
         padded = ", ".join(f"{size} to {-(-size // multiple) * multiple}" for size in dict.fromkeys(bad))
         found.append(
-            f"{len(odd)} of {len(products)} matrix multiplications and convolutions have a dimension that isn't a multiple "
-            f"of {multiple}, which tensor cores need for full speed: the first is {node.name} ({node.op}{where}); pad "
-            f"{padded} (the batch, the vocabulary or the channels).{_ON_AMPERE * ampere}"
+            f"{len(odd)} of {len(products)} matrix multiplications and convolutions have a dimension that isn't a "
+            f"multiple of {multiple}, which tensor cores need for full speed: the first is {node.name} ({node.op}{where}); "
+            f"pad {padded} (the batch, the vocabulary or the channels).{_ON_AMPERE * ampere}"
         )
     flops = sum(n.flops for n in view.nodes)
     moved = sum(n.nbytes for n in view.nodes if n.kind == "call")

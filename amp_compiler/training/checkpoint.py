@@ -112,8 +112,8 @@ def _compare_policies(own: Policy, saved: Mapping[str, str] | None) -> None:
     here, there = _short(own), saved["short"]
     what = f"{there} there, {here} here" if here != there else f"both {here}, but with other lists or rules"
     warnings.warn(
-        f"The checkpoint and this step have different policies ({what}): the state is loaded, and the run continues with "
-        "the numerics of this step. Compile the step with the policy of the checkpoint to continue bit for bit.",
+        f"The checkpoint and this step have different policies ({what}): the state is loaded, and the run continues "
+        "with the numerics of this step. Compile the step with the policy of the checkpoint to continue bit for bit.",
         AmpWarning,
         stacklevel=users_frame(),
     )

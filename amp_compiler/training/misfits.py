@@ -1,7 +1,7 @@
 """Everything of a batch that its low-precision dtype cannot hold, found in one run in fp32, and what to do about it.
 
-The first overflow hides those behind it: inf is all that comes after. A run in fp32 shows the true size of every value and
-of every gradient, so all ops that must stay in fp32 are named at once.
+The first overflow hides those behind it: inf is all that comes after. A run in fp32 shows the true size of every value
+and of every gradient, so all ops that must stay in fp32 are named at once.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ _MANY = 6  # places to name; a model with more of them needs another remedy than
 
 @dataclass(frozen=True)
 class Misfits:
-    """The ops that must stay in fp32, as arguments of ``compile_train_step``. ``min_scale``: 0 if the scale is low
-    enough, else one at which all gradients fit; ``floor``: the smallest scale that the scaler takes. ``ops``: how many ops; ``top``: the largest of their values."""
+    """The ops that must stay in fp32, as arguments of ``compile_train_step``.
+
+    ``min_scale``: 0 if the scale is low enough, else one at which all gradients fit. ``floor``: the smallest scale that
+    the scaler takes. ``ops``: how many ops. ``top``: the largest of their values.
+    """
 
     dtype: str = ""
     exclude: tuple[str, ...] = ()
@@ -40,16 +43,17 @@ class Misfits:
         lists += [f"black_list={list(self.black_list)}"] * bool(self.black_list)
         if len(self.exclude) + len(self.black_list) > _MANY:
             return (
-                f"{self.ops} ops of this batch have values that {self.dtype} cannot hold (up to {self.top:.3g}): normalize "
-                "in the model, or use dtype=torch.bfloat16."
+                f"{self.ops} ops of this batch have values that {self.dtype} cannot hold (up to {self.top:.3g}): "
+                "normalize in the model, or use dtype=torch.bfloat16."
             )
-        scale = f"loss_scaler=DynamicLossScaler(min_scale=2.0**{math.log2(self.min_scale):.0f})" if self.min_scale else ""
+        power = f"2.0**{math.log2(self.min_scale):.0f}" if self.min_scale else ""
+        scale = f"loss_scaler=DynamicLossScaler(min_scale={power})" if power else ""
         if lists and scale:
             return f"For all overflows of this batch together: {', '.join((*lists, scale))}."
         if scale:
             return (
-                f"With a scale of {self.floor:g}, the smallest that this scaler takes, gradients of this batch overflow. They "
-                f"fit with {scale}."
+                f"With a scale of {self.floor:g}, the smallest that this scaler takes, gradients of this batch overflow. "
+                f"They fit with {scale}."
             )
         return f"For all overflows of this batch together: {', '.join(lists)}." if self.ops > 1 else ""
 

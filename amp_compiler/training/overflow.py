@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, fx
@@ -65,7 +65,7 @@ class Circumstances:
     skipped: bool = True
     shared: bool = False
     floor: float = 1.0
-    misfits: Misfits = Misfits()
+    misfits: Misfits = field(default_factory=Misfits)
 
 
 ELSEWHERE = (
@@ -231,8 +231,8 @@ def _advice(phase: str, seen: Seen, op: str, module: str, dtype: str, known: Cir
         )
     if phase == "backward" and known.finite_unscaled and known.scale > 1 and known.scale <= known.floor:
         return (
-            f"With a scale of 1 this batch is finite, but the scale of {known.scale:g} is the smallest that the scaler may "
-            "take: lower its min_scale."
+            f"With a scale of 1 this batch is finite, but the scale of {known.scale:g} is the smallest that the scaler "
+            "may take: lower its min_scale."
         )
     if phase == "backward" and known.finite_unscaled and known.scale > 1:
         return (

@@ -27,7 +27,7 @@ def explain_last_update(
     shared: bool,
 ) -> Overflow:  # fmt: skip
     """What made the last update overflow, or its loss. ``captured`` runs a batch, through ``probe`` while that is
-    looking; ``floor``: the smallest scale of a dynamic scaler; ``shared``: gradients are averaged over several processes."""
+    looking; ``floor``: the smallest scale of a dynamic scaler; ``shared``: several processes average their gradients."""
     batch = next((b for b in window.batches if b.overflowed()), None)
     skipped = batch is not None
     if batch is None and (of_sum := _explain_sum(owner, window, shared)) is not None:
@@ -43,8 +43,8 @@ def explain_last_update(
     hit = [names.get(id(p), "?") for p, ok in zip(parameters, gradients, strict=True) if not ok]
     buffers = frozenset(id(b) for b in owner.buffers().values())
     known = Circumstances(
-        names, buffers, batch.number, window.size, scale, all(plain), batch.changed(), floor is not None, skipped, shared,
-        scale if floor is None else floor,
+        names, buffers, batch.number, window.size, scale, all(plain), batch.changed(), floor is not None, skipped,
+        shared, scale if floor is None else floor,
         Misfits() if all(plain) else _misfits(captured, probe, owner, window, batch, parameters, floor or scale),
     )  # fmt: skip
     return explain(seen, loss, hit, known)
@@ -56,7 +56,7 @@ def _misfits(
 ) -> Misfits:  # fmt: skip
     try:
         _, _, seen = _look(captured, probe, owner, window, batch, parameters, 1.0, in_fp32=True)
-    except Exception:  # an op that has no fp32 form, a model that runs out of memory: the first overflow is known anyway
+    except Exception:  # an op without an fp32 form, too little memory: the first overflow is known anyway
         return Misfits()
     return misfits(seen, floor)
 

@@ -1,4 +1,4 @@
-"""``explain_overflow`` names all that a batch has of too large values at once, so that one round of advice is enough."""
+"""``explain_overflow`` names all that does not fit in a batch at once, so that one round of advice is enough."""
 
 from __future__ import annotations
 
