@@ -77,7 +77,7 @@ def misfits(run: Probe, floor: float) -> Misfits:
     if low is None:
         return Misfits()
     scale = _scale(run, found, torch.finfo(low).max)
-    needed = scale if scale < floor else 0.0
+    needed = scale / 4 if scale < floor else 0.0  # with room for the batches to come
     return Misfits(
         dtype_name(low), tuple(exclude), tuple(black_list), needed, floor, len(found), max(found.values(), default=0.0)
     )
@@ -97,14 +97,14 @@ def _too_large(run: Probe, seen: Seen) -> float:
 
 
 def _scale(run: Probe, found: dict[fx.Node, float], limit: float) -> float:
-    """The largest power of two, with room to spare, that keeps the gradients of all low values within ``limit``."""
+    """The largest power of two that keeps the gradients of all low values within ``limit``."""
     top = 0.0
     for node, seen in run.seen.items():
         readers = [s.node for s in run.readers(node)]
         widened = node in found or (ir.is_float_cast(node) and bool(readers) and all(r in found for r in readers))
         if seen.gradient is not None and _is_low(node) and not widened and not kind_of(seen.gradient):
             top = max(top, largest(seen.gradient))
-    return 2.0 ** (math.floor(math.log2(limit / top)) - 1) if top else math.inf
+    return 2.0 ** math.floor(math.log2(limit / top)) if top else math.inf
 
 
 def _any_low(run: Probe) -> torch.dtype | None:

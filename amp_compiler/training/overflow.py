@@ -187,7 +187,7 @@ def _of_cast(probe: Probe, cast: Seen, of: str) -> _Answer:
     )
     place = ir.module_path(reader)
     keep = f"exclude=['{place}'] or " if place else ""
-    advice = f"Keep the reader in fp32: {keep}black_list=['{ir.op_name(reader)}']"
+    advice = f"Keep {ir.op_name(reader)} in fp32: {keep}black_list=['{ir.op_name(reader)}']"
     advice += ", or use dtype=torch.bfloat16." if low == "float16" else "."
     return _Answer(text, advice, "forward", cast.value, op, module, _source(maker.node), low)
 
