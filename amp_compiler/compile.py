@@ -1,4 +1,4 @@
-"""``amp_compile``: a model in fp32 in, the same model in mixed precision out."""
+"""``amp_compile``: compile an fp32 model to mixed precision."""
 
 from __future__ import annotations
 
@@ -91,12 +91,12 @@ def amp_compile(
                                  ("keep_output_dtypes", keep_output_dtypes, (True, False))):  # fmt: skip
         if not any(value is choice for choice in allowed):
             raise ArgumentError(f"{name} must be one of {', '.join(map(str, allowed))}, not {value!r}.")
-    # made once for a wrong name to show at once; the decorator below may never be applied
+    # checked here, so that errors show at once even if the decorator below is never applied
     asked = check_request(level, dtype, policy, white_list, black_list, exclude, backend, disable_passes)
 
     def compile_one(target: Callable[..., Any]) -> AmpModule | AmpMethod:
         if isinstance(target, (AmpModule, AmpMethod)):
-            raise ArgumentError("This module is amp_compile'd already: compile module.original with the new options.")
+            raise ArgumentError("This module is compiled already: compile module.original with the new options.")
         if isinstance(target, type) or not callable(target):
             what = f"the class {target.__name__}" if isinstance(target, type) else f"{type(target).__name__} {target!r}"
             raise ArgumentError(f"amp_compile takes a torch.nn.Module or a function, not {what}.")

@@ -1,7 +1,7 @@
-"""A model taken through capture and passes to be looked at: what the CLI shows, with the graph after each stage.
+"""Capture a model and run the passes on it, to show the graph after each stage in the CLI.
 
 Nothing is trained and nothing is saved. The front end is ``torch.export``; a model that cannot be exported (a graph
-break, code that depends on data) goes through Dynamo instead, which calls it once.
+break, code that depends on data) is captured with Dynamo instead, which calls it once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .runtime.prepare import prepare_kernels
 
 GRAPHS = ("forward", "inference", "joint")
 CAPTURES = ("auto", "export", "dynamo")
-STORED = "stored"  # the one stage of a converted model
+STORED = "stored"  # the only stage of a converted model
 AUTODIFF = "autodiff"  # the stage between the forward passes and those on the functional graph
 Progress = Callable[[str], None]
 
@@ -55,7 +55,7 @@ class Inspection:
 
     @property
     def forward(self) -> GraphView:
-        """The forward graph with its casts, where reasons are."""
+        """The forward graph with its casts, which has the reasons."""
         return [s.view for s in self.stages if s.graph == "forward"][-1]
 
     @property
@@ -63,7 +63,7 @@ class Inspection:
         return self.stages[-1].view
 
     def until(self, name: str | None) -> Inspection:
-        """The same, up to the stage of that name."""
+        """Return the same inspection up to the stage of that name."""
         if name is None:
             return self
         places = [i for i, stage in enumerate(self.stages) if stage.name == name]
@@ -93,9 +93,9 @@ def inspect_model(
     target: str = "",
     progress: Progress = lambda text: None,
 ) -> Inspection:
-    """Capture a model, rewrite it by the policy, and keep what it looks like after each stage.
+    """Capture a model, rewrite it according to the policy, and record the graph after each stage.
 
-    ``graph``: "forward" stops before autodiff, "inference" goes on without and "joint" with a backward.
+    ``graph``: "forward" stops before autodiff, "inference" continues without and "joint" with a backward.
     """
     _check(graph, capture)
     notes: list[str] = []
@@ -108,7 +108,7 @@ def inspect_model(
         start = time.perf_counter()
         try:
             with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stderr(io.StringIO()):
-                warnings.simplefilter("always")  # torch prints what it traced until a failure, too
+                warnings.simplefilter("always")  # torch also prints what it traced before a failure
                 captured = capture_export(model, args, kwargs, dynamic_shapes, low=policy.low)
         except CaptureError as error:
             check_call(model, args, kwargs)
@@ -133,8 +133,8 @@ def inspect_program(
     target: str = "",
     progress: Progress = lambda text: None,
 ) -> Inspection:
-    """The same of a program that ``torch.export.load`` gave. Its code is not there to be traced again, so every cast
-    in it counts as the author's. The program's graph is rewritten: give a copy of one that is still needed."""
+    """Inspect a program from ``torch.export.load``. Its code cannot be traced again, so every cast in it counts as the
+    author's. The program's graph is rewritten: pass a copy of a program that is still needed."""
     _check(graph, "export")
     progress("reading the program")
     return _of_export(capture_program(program), policy, graph, {}, disable_passes, target, [], 0.0, progress)
@@ -143,7 +143,8 @@ def inspect_program(
 def inspect_converted(
     converted: ConvertedModel, *, graph: str = "forward", target: str = "", progress: Progress = lambda text: None
 ) -> Inspection:
-    """A converted model as it is stored, with the reasons of its own report; "inference" goes on to what runs."""
+    """Inspect a converted model as it is stored, with the reasons of its own report; "inference" also shows what
+    runs."""
     _check(graph, "export")
     if graph == "joint":
         raise ArgumentError("A converted model is for inference and has no backward: --graph forward or inference.")
@@ -187,9 +188,9 @@ def _of_export(
     name: str, notes: list[str], seconds: float, progress: Progress,
 ) -> Inspection:  # fmt: skip
     if captured.twin_failed:
-        notes.append(f"the code could not be traced in the low dtype: {captured.twin_failed}")
+        notes.append(f"the code could not be traced in low precision: {captured.twin_failed}")
     gm = captured.graph
-    ctx = Context(policy, True, marked, captured.twin, deep=True)  # what is shown is what would run
+    ctx = Context(policy, True, marked, captured.twin, deep=True)  # the graphs shown are the ones that would run
     stages = [record("capture", seconds, True, gm, "forward", [])]
     progress("forward passes")
     order.build(disable).forward.run(gm, ctx, stages, graph="forward")
@@ -254,11 +255,11 @@ def _of_dynamo(
     return Inspection(name, graph, tuple(stages), report, report.notes)
 
 
-# ---------------------------------------------------------------------------------------------- small facts
+# -------------------------------------------------------------------------------------------------- helpers
 
 
 def check_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Whether the model itself takes these inputs: its own error says more than a tracer's."""
+    """Raise if the model itself cannot be called with these inputs: its own error says more than a tracer's."""
     try:
         with torch.no_grad():
             model(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""``AmpModule``: a model that was compiled, which behaves as the original and runs in mixed precision."""
+"""``AmpModule``: a compiled model, which behaves like the original and runs in mixed precision."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _FIRST_CALLS = threading.RLock()
 
 
 class AmpModule(nn.Module):
-    """A compiled model, made by ``amp_compile``. It behaves as the original and runs in mixed precision.
+    """A compiled model, made by ``amp_compile``. It behaves like the original and runs in mixed precision.
 
     Parameters, buffers and submodules are the original's own objects, so ``state_dict()`` has the original's keys and
     any optimizer works. ``isinstance`` recognizes the original's class, and ``inspect.signature(fast.forward)`` is the
@@ -63,7 +63,7 @@ class AmpModule(nn.Module):
         True
     """
 
-    _amp_compiled = True  # by this the rooms below know a compiled module: scopes.original_of, nesting
+    _amp_compiled = True  # lower layers recognize a compiled module by it: scopes.original_of, nesting
     _OWN = frozenset({"enabled", "training", "_original", "_options", "_state", "_compiled", "_modules", "_parameters",
                       "_buffers", "_non_persistent_buffers_set", "_is_function", "_ready", "_stand_in",
                       "_given_class", "_mark", "__class__"})  # fmt: skip
@@ -99,9 +99,9 @@ class AmpModule(nn.Module):
         return self._call(*args, **kwargs)
 
     def _traced(self, *args: Any, **kwargs: Any) -> Any:
-        """The same while something is traced that holds this module."""
+        """Run the forward while something that contains this module is traced."""
         if not torch.compiler.is_compiling() and dynamo.needs_break():
-            # the graph breaks inside, so that this frame runs as plain Python, in a call of another compiled model
+            # the graph breaks inside, so this frame runs as plain Python, in a call of another compiled model
             return dynamo.run_apart(self._call, args, kwargs)  # type: ignore[misc]
         if dynamo.is_ours():
             with policy_region(self._mark):  # a part of a model that is being compiled: see nesting.py
@@ -116,7 +116,7 @@ class AmpModule(nn.Module):
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
-            raise ArgumentError(f"torch.jit.trace cannot take an amp_compile'd module: {_NO_TORCHSCRIPT}")
+            raise ArgumentError(f"torch.jit.trace cannot trace a compiled module: {_NO_TORCHSCRIPT}")
         if self._compiled is None:
             self._begin()
         return self._compiled(*args, **kwargs)
@@ -128,8 +128,8 @@ class AmpModule(nn.Module):
                 object.__setattr__(self, "_compiled", captured)
 
     def __prepare_scriptable__(self) -> Any:
-        """torch.jit.script asks for this before it looks at a module."""
-        raise ArgumentError(f"torch.jit.script cannot take an amp_compile'd module: {_NO_TORCHSCRIPT}")
+        """Raise an error: torch.jit.script calls this before it looks at a module."""
+        raise ArgumentError(f"torch.jit.script cannot script a compiled module: {_NO_TORCHSCRIPT}")
 
     # ------------------------------------------------------------------------------------------- looking
 
@@ -140,7 +140,7 @@ class AmpModule(nn.Module):
 
     @property
     def policy(self) -> Policy:
-        """The ``Policy`` in force."""
+        """The ``Policy`` that is used."""
         policy: Policy = self._options.policy
         return policy
 
@@ -208,14 +208,14 @@ class AmpModule(nn.Module):
 
     @property
     def __class__(self) -> type:
-        """The original's class, for ``isinstance``; ``type()`` tells the truth. A wrapper of torch.compile's is not
-        imitated: who meets one takes what is inside and runs that."""
+        """The original's class, for ``isinstance``; ``type()`` returns ``AmpModule``. A wrapper from torch.compile is
+        not imitated: code that finds one unwraps it and runs what is inside."""
         original = self.__dict__.get("_original")
         return type(original) if isinstance(original, nn.Module) and not is_optimized(original) else type(self)
 
     @__class__.setter
     def __class__(self, cls: type) -> None:
-        # fully_shard and parametrize give a module a class of their own, with methods and properties
+        # fully_shard and parametrize replace a module's class by one of their own, with methods and properties
         self._original.__class__ = cls
 
     def __getattr__(self, name: str) -> Any:
@@ -229,12 +229,12 @@ class AmpModule(nn.Module):
         return found
 
     def _came_with(self, name: str) -> bool:
-        """False for what a class brought that the original got later: whoever gave it (fully_shard) was given this
-        object, and knows only this one."""
+        """False for attributes of a class that the original was given later: the code that did so (fully_shard) got
+        this object, and knows only this one."""
         return hasattr(self._given_class, name)
 
     def _calling_compiled(self, method: Any) -> Callable[..., Any]:
-        """A method of the original (``generate``) that finds the compiled forward when it calls the model."""
+        """Return a method of the original (``generate``) that calls the compiled forward when it calls the model."""
         other, original = self._stand_in, self._original
         if other is None or not isinstance(other, type(original)) or other.__dict__ is not original.__dict__:
             other = stand_in(original, self)
@@ -250,7 +250,7 @@ class AmpModule(nn.Module):
             setattr(self._original, name, value)
 
     def _stays_here(self, name: str, value: Any) -> bool:
-        """Whether an attribute that is set is this object's own; the class's docstring tells the rule."""
+        """True if an attribute that is set belongs to this object; the class's docstring has the rule."""
         if name in _MACHINERY:
             return True
         if inspect.getattr_static(self._original, name, self) is not self:
@@ -280,7 +280,7 @@ class AmpModule(nn.Module):
         return AmpModule, (self._original, self._options), self._kept()
 
     def _kept(self) -> dict[str, Any]:
-        """What a copy has too, beside the original and the options: the switch, hooks, and what others put here."""
+        """Return what a copy needs besides the original and the options: the switch, hooks, and users' attributes."""
         held = {name: value for name, value in self.__dict__.items() if name not in AmpModule._OWN}
         return {"enabled": self.enabled, "held": {name: value for name, value in held.items() if value is not None}}
 
@@ -289,10 +289,10 @@ class AmpModule(nn.Module):
         self.__dict__.update(state.get("held", {}))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """A decorated method is bound like any other; a compiled module in a class body is just a value."""
+        """Bind a decorated method like any other; a compiled module in a class body is just a value."""
         if instance is None or not self._is_function:
             return self
-        if torch.compiler.is_compiling():  # torch 2.13: Dynamo calls no method whose function is an object
+        if torch.compiler.is_compiling():  # torch 2.13: Dynamo cannot call a method whose function is an object
             return functools.partial(self, instance)
         return types.MethodType(self, instance)
 
@@ -303,13 +303,13 @@ class AmpModule(nn.Module):
 
 def warn_of_export() -> None:
     warnings.warn(
-        "torch.export takes the original out of an amp_compile'd module, in fp32: use convert_model for a program in "
-        "mixed precision.", AmpWarning, stacklevel=users_frame(),
+        "torch.export exports the original of a compiled module, in fp32: use convert_model for a program in mixed "
+        "precision.", AmpWarning, stacklevel=users_frame(),
     )  # fmt: skip
 
 
 def _as_original_does(name: str) -> Callable[..., Any]:
-    """A method of nn.Module that the original's class may have made its own."""
+    """Return a method of nn.Module that the original's class may override."""
     plain = getattr(nn.Module, name)
 
     @functools.wraps(plain)
@@ -330,11 +330,11 @@ for _name in ("to", "cpu", "cuda", "float", "half", "bfloat16", "double", "type"
 
 
 class AmpFunction(AmpModule):
-    """A compiled function; reports do not take it for a module of the model (``capture/origin.py`` knows its name)."""
+    """A compiled function, which reports don't show as a module of the model (``capture/origin.py`` knows its name)."""
 
 
 _NO_TORCHSCRIPT = (
-    "TorchScript knows nothing of it. Give it compiled.original, in fp32, or save a mixed-precision program by "
+    "TorchScript does not support it. Pass compiled.original, in fp32, or save a mixed-precision program with "
     "convert_model."
 )
 
@@ -346,15 +346,15 @@ def _delegating(name: str) -> Callable[..., Any]:
     return run
 
 
-#: what a module with items has, as nn.Sequential; Python looks for these on the class only
+#: methods of modules with items, such as nn.Sequential; Python looks them up on the class only
 _ITEMS = {name: _delegating(name) for name in
           ("__getitem__", "__setitem__", "__delitem__", "__len__", "__iter__", "__contains__")}  # fmt: skip
 _CLASSES: weakref.WeakKeyDictionary[type, type[AmpModule]] = weakref.WeakKeyDictionary()
 
 
 def _class_for(target: Any) -> type[AmpModule]:
-    """``AmpModule`` with a forward that says what the forward of ``target`` takes, and with items if ``target`` has
-    some. Signatures belong to functions and items to classes, so there is one for each class of models."""
+    """Return a subclass of ``AmpModule`` whose forward has the signature of ``target``'s, with items if ``target`` has
+    some. Signatures belong to functions and items to classes, so there is one subclass per class of models."""
     if not isinstance(target, nn.Module):
         return AmpFunction
     own = "forward" in target.__dict__
@@ -376,8 +376,8 @@ def _class_for(target: Any) -> type[AmpModule]:
 
 
 class AmpMethod:
-    """A compiled method of a module. No module itself, so that ``model.forward = amp_compile(model.forward)`` sets an
-    attribute (nn.Module would file another module away as a child, and go on calling the class's forward)."""
+    """A compiled method of a module. It isn't a module itself, so ``model.forward = amp_compile(model.forward)`` sets
+    an attribute (nn.Module would register a module as a child, and keep calling the class's forward)."""
 
     _amp_compiled = True
 

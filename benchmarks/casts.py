@@ -1,9 +1,9 @@
 """Casts that run in a forward and a backward: ours against `torch.autocast`, number and bytes written.
 
-On every small network of the tests and a BERT-like encoder. Counted at run time by `amp_compiler.inspect.profile`,
-whichever op casts. The same loss in fp32 stands behind every variant; what it casts is in all counts. Ratios are ours
-/ autocast: below 1 we cast less. "CUDA's lists" is what autocast itself would cast on a GPU. Conversions inside
-kernels of ours are no casts: they are in the files as `inside`.
+The subjects are every small network of the tests and a BERT-like encoder. Casts are counted at run time by
+`amp_compiler.inspect.profile`, whichever op casts. Every variant has the same fp32 loss, whose casts are in all counts.
+Ratios are ours / autocast: below 1 we cast less. "CUDA's lists" is what autocast itself would cast on a GPU.
+Conversions inside our own kernels don't count as casts: they are in the files as `inside`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ def torch_policy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def cuda_lists(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """What autocast casts on a GPU: its lists there, each cast as autocast makes it, none folded. (With the CPU's
-    lists this counts what `torch.autocast` does, for every network here but the LSTM, which autocast runs whole.)"""
+    """The casts of autocast on a GPU: its lists for CUDA, with each cast as autocast makes it, none folded. (With the
+    CPU's lists, this counts the same as `torch.autocast` for every network here except the LSTM, which autocast runs as
+    one op.)"""
     policy = Policy.torch("cuda", dtype)
     return amp_compile(model, policy=policy, backend="eager", keep_output_dtypes=False, disable_passes=["fold_casts"])
 
@@ -85,12 +86,12 @@ def counted(name: str, variant: str, dtype: str) -> Row:
         def step() -> None:
             run(*args).float().pow(2).mean().backward()
 
-        step()  # compiles
+        step()  # the first call compiles
         model.zero_grad()
         for arg in args:
             arg.grad = None
         row.counts = count(step).as_dict()
-    except Exception as error:  # one that fails, in whatever way, leaves the others to be counted
+    except Exception as error:  # if one fails, in whatever way, the others are still counted
         lines = str(error).strip().splitlines()
         row.failed, row.note = True, f"{type(error).__name__}: {lines[0] if lines else ''}"
     return row
@@ -100,7 +101,7 @@ def counted(name: str, variant: str, dtype: str) -> Row:
 
 
 def share(own: Row, peer: Row, name: str) -> float:
-    """Ours divided by the peer's; both without a cast are alike."""
+    """Return ours divided by the peer's; 1 if both have no cast."""
     first, second = own.counts[name], peer.counts[name]
     return first / second if second else 1.0 if first == 0 else float("inf")
 

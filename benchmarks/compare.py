@@ -1,8 +1,8 @@
 """What changed between two results: `compare.py OLD NEW`, two result files or two folders of them.
 
-*Times* are compared as ratios to the row's reference in the same run (fp32 beside it), as seconds where a row has none.
-"Slower" means that the new interval lies wholly above the old one. Each is a 95 % interval of a median, so of some
-hundred times that did not change one may still be named. *Counts* (ops, casts, bytes) are exact: every change is named.
+*Times* are compared as ratios to the row's reference in the same run (usually fp32), or as seconds if a row has none.
+"Slower" means that the new interval lies entirely above the old one. Each is a 95 % interval of a median, so out of a
+hundred unchanged times one may still be listed. *Counts* (ops, casts, bytes) are exact: every change is listed.
 
 Ends with 1 if something got slower, failed, counts more than before or is no longer measured though it was asked for;
 with 2 if a file cannot be read. More operations in low precision are not worse unless there are more in all. Where
@@ -29,7 +29,7 @@ VERDICTS = {
 }  # fmt: skip
 NO_RESULT = "run_*.json"  # what `run.py` writes beside the results
 WORSE = ("failed", "slower", "more", "gone")
-ENOUGH = 5  # rounds: fewer say nothing about noise
+ENOUGH = 5  # rounds: with fewer, nothing is known about noise
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def compare(old: Result, new: Result) -> list[Finding]:
     """
     before, after = ({_name(row): row for row in result.rows} for result in (old, new))
     comparable = not differing(old, new, MACHINE + VERSIONS)
-    same = old.arguments == new.arguments  # what was not asked for is not missed
+    same = old.arguments == new.arguments  # rows that were not asked for are not missing
     found = [Finding("gone", f"{old.script} {name}", judged=same) for name in before if name not in after]
     found += [Finding("new", f"{new.script} {name}") for name in after if name not in before]
     for name, row in before.items():
@@ -72,7 +72,7 @@ def compare(old: Result, new: Result) -> list[Finding]:
 
 
 def differing(old: Result, new: Result, names: Sequence[str]) -> list[str]:
-    """What of the machines is not the same, as text."""
+    """Return the differences between the machines, as text."""
     pairs = ((name, old.machine.get(name, "none"), new.machine.get(name, "none")) for name in names)
     return [f"{name} {first} → {second}" for name, first, second in pairs if first != second]
 
@@ -159,7 +159,7 @@ def pairs(old: Path, new: Path) -> tuple[list[tuple[Path, Path]], list[Finding]]
 
 
 def warnings(name: str, old: Result, new: Result) -> list[str]:
-    """What makes two results hard to compare, for the top of the page."""
+    """Return what makes two results hard to compare, for the top of the page."""
     found = []
     if different := differing(old, new, MACHINE):
         found.append(f"{name}: other machines, times are not comparable, counts are: {', '.join(different)}")

@@ -1,10 +1,9 @@
 """Converting a model for inference: how long it takes, what memory it needs, and how fast the result runs on this CPU.
 
-*Conversion* of a BERT-like encoder of 110 million parameters (12 layers of 768): time beside plain
-`torch.export.export` of the same model, in turns; and in a fresh process the peak of its memory beyond what it had,
-beside the bytes of the converted weights and of the largest weight. *Inference* of the 4-layer encoder of the tests,
-batch 8 x 64: fp32 eager, `torch.autocast`, `model.to(dtype)`, converted with and without fp32 copies of weights, in
-turns.
+*Conversion* of a BERT-like encoder of 110 million parameters (12 layers of 768): the time, interleaved with plain
+`torch.export.export` of the same model; and, in a fresh process, the peak of the additional memory, compared with the
+bytes of the converted weights and of the largest weight. *Inference* of the 4-layer encoder of the tests, batch 8 x 64,
+interleaved: fp32 eager, `torch.autocast`, `model.to(dtype)`, converted with and without fp32 copies of weights.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def encoder(size: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 
 
 def memory(size: str, dtype: torch.dtype) -> dict[str, int]:
-    """In a fresh process: what converting takes beyond the model, and the bytes of what comes out."""
+    """In a fresh process: the memory that converting needs in addition to the model, and the bytes of the result."""
     model, args = encoder(size)
     small = BertLike(layers=1, hidden=8, heads=1, intermediate=8, vocab=8, seq=8).eval()
     convert_model(small, (torch.zeros(1, 8, dtype=torch.long),), dtype=dtype)  # what is imported and set up once

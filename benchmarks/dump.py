@@ -1,9 +1,9 @@
 """`amp-compiler dump --format html` of a BERT: how long it takes, how large the page is, how fast a browser opens it.
 
-A process of its own, started as a user does, imports of torch and transformers included. The peer in the same run is
-what everything before our part costs: the same process with the model made and `torch.export.export` called on it. Both
-times are there: the clock's, and the processors', which is what a machine without other work would need.
-The page is opened in headless Chromium, where there is one; the time is until it says that it is drawn.
+The command runs in a process of its own, as a user starts it, including the imports of torch and transformers. The
+baseline in the same run is the cost of everything before our part: the same process with the model created and
+`torch.export.export` called on it. Both times are shown: wall-clock time, and CPU time, which is what a machine without
+other work would need. The page is opened in headless Chromium, if there is one; its time ends when it has been drawn.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PEER = "torch.export"
 
 
 class Command:
-    """A command that runs in a folder: its seconds on the clock, and beside them those on the processors."""
+    """A command that runs in a folder: its wall-clock seconds, and its CPU seconds."""
 
     def __init__(self, command: Sequence[str], folder: Path, threads: int) -> None:
         self.command, self.folder = command, folder

@@ -1,8 +1,8 @@
-"""Paddle and MindSpore on the examples of their own guides to mixed precision, beside ours and torch's autocast.
+"""Paddle and MindSpore on the examples of their own guides to mixed precision, compared with ours and torch's autocast.
 
 Paddle's nine linear layers with a mean squared error, MindSpore's three layers for handwritten digits with a cross
 entropy. Every framework starts from the same weights and trains on the same batch with plain SGD for the same number of
-steps; they take turns, each in a process of its own, and the loss after the last step stands beside the time.
+steps. They run interleaved, each in a process of its own, and the loss after the last step is shown next to the time.
 
 Both have to be in environments of their own, because they bring their own numpy and protobuf:
 
@@ -40,7 +40,7 @@ Arrays: TypeAlias = dict[str, numpy.ndarray]
 Step: TypeAlias = Callable[[], Tensor]
 Ask: TypeAlias = Callable[[str, int], tuple[float, float]]  # variant, steps: seconds a step, loss
 PEERS = Path(__file__).resolve().parent / "peers"
-WARM = 3  # as in peers/serve.py: all have taken as many steps in the end
+WARM = 3  # as in peers/serve.py, so that all take the same number of steps
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Example:
     batch: Callable[[numpy.random.Generator], tuple[numpy.ndarray, numpy.ndarray]]
 
     def arrays(self) -> Arrays:
-        """Weights and batch: uniform within 1 / sqrt(inputs), which keeps the size of what passes through."""
+        """Return weights and batch: uniform within 1 / sqrt(inputs), which preserves the size of activations."""
         random = numpy.random.default_rng(0)
         made: Arrays = {}
         for number, (inputs, outputs) in enumerate(self.sizes):

@@ -1,4 +1,4 @@
-"""What can be said about the GPU kernels without a GPU. Two tables, and neither holds a time.
+"""What can be said about the GPU kernels without a GPU: two tables, neither of which contains times.
 
 *Compiled*: every Triton kernel that we ship, in every tuning configuration, down to machine code for real GPUs:
 tensor-core instructions, registers, spills, shared memory, loads of 16 bytes, size. The peer in the same table is the
@@ -70,7 +70,7 @@ def compiled(args: argparse.Namespace, run: Run) -> int:
 
 
 def cast_before(target: str) -> Iterator[Case]:
-    """The peer of the first case: the same tile, operands that are low already."""
+    """The baseline of the first case: the same tile, with operands that are low already."""
     from amp_compiler.kernels.cast_matmul_configs import TARGETS as KINDS
     from amp_compiler.kernels.check_cases import PRODUCTS, matmul_case
 

@@ -205,7 +205,7 @@ class Subject:
 def in_turns(
     subjects: Sequence[Subject], cases: Callable[[Subject], Mapping[str, Callable[[], float]]], rounds: int
 ) -> Iterator[tuple[Subject, dict[str, list[float]]]]:
-    """Every way at every size in every round: what slows the machine down for a while hits all sizes."""
+    """Run every way at every size in every round, so that a temporarily slow machine affects all sizes."""
     made = {(place, name): run for place, subject in enumerate(subjects) for name, run in cases(subject).items()}
     samples = interleave(made, rounds)
     for place, subject in enumerate(subjects):
@@ -214,7 +214,7 @@ def in_turns(
 
 @contextlib.contextmanager
 def _cold() -> Iterator[None]:
-    """Inductor with nothing on disk: also its C++ kernels are compiled again."""
+    """Run Inductor with an empty disk cache, so that its C++ kernels are compiled again too."""
     from torch._inductor.utils import fresh_cache
 
     with fresh_cache():
@@ -254,7 +254,7 @@ def resident_of(args: argparse.Namespace) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Exponents:
-    """How one figure grows, round by round: what the layers add (None where that was below the noise), the whole."""
+    """How one figure grows, per round: what the layers add (None where that was below the noise), and the whole."""
 
     added: tuple[float | None, ...]
     whole: tuple[float, ...]

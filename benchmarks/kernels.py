@@ -1,9 +1,9 @@
-"""Kernels on this CPU, op by op: low-precision products, convolution and attention beside torch's native kernels and
-fp32, by shape; and gradients checked and unscaled beside torch's foreach kernel.
+"""Kernels on this CPU, op by op: low-precision products, convolution and attention compared with torch's native kernels
+and fp32, by shape; and gradients checked and unscaled, compared with torch's foreach kernel.
 
-All kernels of a case run in turns. "ours" is what a graph of ours runs here (see `AMP_CPU_KERNELS`). "native" is
-torch's kernel for the low dtype, with the weight's cast where autocast has one. "in Python" is what runs where there is
-no C++ compiler. The seconds that compiling the kernels takes, once a machine, are measured in a fresh process.
+All kernels of a case run interleaved. "ours" is what a compiled graph runs here (see `AMP_CPU_KERNELS`). "native" is
+torch's low-precision kernel, with the weight's cast where autocast has one. "in Python" is what runs where there is no
+C++ compiler. The time to compile the kernels, once per machine, is measured in a fresh process.
 """
 
 from __future__ import annotations
@@ -107,12 +107,12 @@ def three(
 
 
 def in_python(name: str) -> Callable[..., object]:
-    """The kernel of one of our ops that stands behind the compiled one."""
+    """Return the Python kernel of one of our ops."""
     return registry.python_kernel(name)
 
 
 def build_seconds() -> float:
-    """How long compiling the kernels takes where nothing is cached: in a process that has not loaded them."""
+    """Return how long compiling the kernels takes with an empty cache, in a process that has not loaded them."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ[build.CACHE] = folder
         start = time.perf_counter()
@@ -138,7 +138,7 @@ def gradients(dtype: torch.dtype) -> dict[str, Runs]:
 
 
 def measure(case: str, dtype: str, runs: Runs, rounds: int, run: Run) -> dict[str, list[float]]:
-    """Time all kernels of a case in turns; the last is divided by every other one, the first is the reference."""
+    """Time all kernels of a case, interleaved; the last is divided by every other one, the first is the reference."""
     with console.status(f"{case}, {dtype}"):
         samples = interleave({kind: sampled(one, SECONDS) for kind, one in runs.items()}, rounds)
     reference: dict[str, str | int] = {"case": case, "dtype": dtype, "variant": next(iter(runs))}

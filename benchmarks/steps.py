@@ -1,6 +1,6 @@
-"""Training steps and inference: ours beside fp32, `torch.autocast`, `torch.compile` and `model.to`, subject by subject.
+"""Training steps and inference: ours compared with fp32, `torch.autocast`, `torch.compile` and `model.to`, by subject.
 
-All variants of a subject run in turns, in one process; `variants.py` says what each does, `subjects.py` on what.
+All variants of a subject run interleaved, in one process; `variants.py` has the variants, `subjects.py` the subjects.
 
 / fp32     the time divided by plain fp32's, round by round: below 1 is faster
 / peer     divided by autocast's; for what Inductor runs by autocast's with torch.compile

@@ -1,4 +1,4 @@
-"""``amp::all_finite``: is every number of every tensor finite? One pass over the tensors, no host sync.
+"""``amp::all_finite``: check that every number of every tensor is finite, in one pass and without a host sync.
 
     all_finite(Tensor[] tensors) -> Tensor        a bool of no dimensions, on the device of the first tensor
 
@@ -8,10 +8,10 @@ How the check is done, and why (torch 2.13, one core, 1M fp32 values: ``isfinite
 3100 µs, ``aminmax`` 230 µs, 2-norm 150 µs):
 
 - On a CPU the compiled check (``cpp/multi_tensor.h``) looks at the exponents, with all threads. Where it is not built,
-  or does not know the dtype, the 2-norm of each tensor goes first. If it is finite, so is all that went into it. If
+  or does not know the dtype, the 2-norm of each tensor is computed first. If it is finite, so are all its values. If
   not, values may merely be large (over 1.8e19 in fp32), and ``aminmax`` gives the exact answer. fp16 starts with
-  ``aminmax``: its 2-norm is slow there. A CPU has the answer before it returns anyway, so code may look at it.
-- Elsewhere the infinity norms of all tensors, one launch, are exact, and nothing is read.
+  ``aminmax``, because its 2-norm is slow. On a CPU the result is known when an op returns, so the code may read it.
+- Elsewhere the infinity norms of all tensors, in one launch, are exact, and the host reads nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LIBRARY.define("all_finite(Tensor[] tensors) -> Tensor")
 
 
 def all_finite(tensors: Tensor | Iterable[Tensor | None]) -> Tensor:
-    """A bool tensor: is every number of every tensor finite? ``None`` entries are left out.
+    """Return a bool tensor, True if every number of every tensor is finite. ``None`` entries are ignored.
 
     >>> all_finite([torch.ones(2), torch.tensor([1.0, float("inf")])])
     tensor(False)
@@ -45,7 +45,7 @@ def all_finite(tensors: Tensor | Iterable[Tensor | None]) -> Tensor:
 
 
 def as_list(tensors: Tensor | Iterable[Tensor | None]) -> list[Tensor]:
-    """The tensors of an argument that is one tensor or many of them."""
+    """Return the tensors of an argument that is one tensor or several."""
     if isinstance(tensors, Tensor):
         return [tensors]
     if not isinstance(tensors, Iterable):
@@ -58,19 +58,19 @@ def as_list(tensors: Tensor | Iterable[Tensor | None]) -> list[Tensor]:
 
 
 def numbers(tensor: Tensor) -> Tensor:
-    """The stored numbers as a real strided tensor; it shares the memory unless a sparse fp16 or bf16 tensor has to be
-    coalesced first: the sum of two entries for one index can overflow there where each is finite."""
+    """Return the stored numbers as a real strided tensor. It shares the memory, unless a sparse fp16 or bf16 tensor has
+    to be coalesced first: there the sum of two finite entries for one index can overflow."""
     if tensor.layout is torch.sparse_coo:
         tensor = (tensor.coalesce() if tensor.dtype in LOW else tensor)._values()
     elif tensor.layout is not torch.strided:
-        tensor = tensor.values()  # CSR and its kin, nested
+        tensor = tensor.values()  # CSR and similar layouts, nested
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     return tensor
 
 
 def reference(tensors: Sequence[Tensor]) -> Tensor:
-    """What the op means, in plain torch."""
+    """The definition of the op, in plain torch."""
     result = torch.ones((), dtype=torch.bool, device=_device(tensors))
     for tensor in tensors:
         result = result & numbers(tensor).isfinite().all().to(result.device)
@@ -78,11 +78,11 @@ def reference(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def non_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """The same answer as torch's optimizers take it: fp32 without dimensions, 1.0 if a number is not finite."""
+    """Return the flag that torch's optimizers read: fp32 without dimensions, 1.0 if a number is not finite."""
     groups: dict[torch.device, dict[torch.dtype, list[Tensor]]] = {}
     device = _device(tensors)
     if registry.loaded():
-        finite, tensors = torch.ops.amp_cpu.all_finite(tensors)  # what is left has another dtype, layout or device
+        finite, tensors = torch.ops.amp_cpu.all_finite(tensors)  # the rest have another dtype, layout or device
         if not finite:
             return torch.ones((), dtype=torch.float32, device=device)
     for tensor in tensors:
@@ -125,7 +125,7 @@ def _non_finite_device(device: torch.device, by_dtype: dict[torch.dtype, list[Te
     for dtype, group in by_dtype.items():
         if dtype.itemsize == 1:
             group = [values.float() for values in group]
-        # made for gradients, but it sets the flag for any list of fresh tensors of one dtype, in one launch
+        # meant for gradients, but it sets the flag for any list of new tensors of one dtype, in one launch
         norms = list(foreach_norm(group, float("inf")))
         foreach_unscale_(norms, flag, torch.ones_like(flag))
     return flag

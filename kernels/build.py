@@ -1,14 +1,14 @@
-"""The CPU's kernels in C++ (``cpp/``), compiled on the machine that runs them, once.
+"""The CPU kernels in C++ (``cpp/``), compiled once, on the machine that runs them.
 
 ``prepare`` is called by a back end that is about to run a graph with low-precision ops on a CPU
-(``runtime/prepare.py``), and by ``amp-compiler doctor``. torch's headers and the system's compiler make a library of
-some hundred kilobytes in 15 to 50 seconds, with a line on stderr before and after (``AMP_LOGS=quiet`` leaves them out).
-Of several threads and processes that need it at the same time one compiles, and the others wait. It is kept in
-``~/.cache/amp_compiler`` (or ``$XDG_CACHE_HOME``, or ``$AMP_CACHE_DIR``) under a name that holds the sources, torch's
-version and the CPU's features, so a change of any of them builds another one. Without a compiler, and with
+(``runtime/prepare.py``), and by ``amp-compiler doctor``. With torch's headers, the system's compiler builds a library
+of a few hundred kilobytes in 15 to 50 seconds, with a line on stderr before and after (``AMP_LOGS=quiet`` suppresses
+them). If several threads or processes need it at the same time, one compiles and the others wait. The library is kept
+in ``~/.cache/amp_compiler`` (or ``$XDG_CACHE_HOME``, or ``$AMP_CACHE_DIR``) under a name that depends on the sources,
+torch's version and the CPU's features, so a change of any of them builds a new one. Without a compiler, and with
 ``AMP_CPU_KERNELS=python``, the same ops run in Python: the same numbers within fp32's rounding, 20 to 50 % slower.
 
-They are compiled for the CPU of the machine, or for the one that ``AMP_CPU_CAPABILITY`` names (``capability.py``).
+The kernels are compiled for this machine's CPU, or for the one that ``AMP_CPU_CAPABILITY`` names (``capability.py``).
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from . import wide as _defines_wide  # noqa: F401
 SOURCES = Path(__file__).with_name("cpp")
 CACHE = "AMP_CACHE_DIR"
 _FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-fopenmp")
-_MINUTES = 5  # for the compiler
-_SECONDS = 30  # that it takes, roughly, on one core
-_PREPARING = threading.RLock()  # of several threads one loads, the others wait
+_MINUTES = 5  # timeout of the compiler
+_SECONDS = 30  # what it takes, roughly, on one core
+_PREPARING = threading.RLock()  # one thread loads, others wait
 
 
 @dataclass(frozen=True)
 class Built:
-    """Whether the compiled kernels run, and why not, or where they are."""
+    """Whether the compiled kernels run, and why not or where they are."""
 
     loaded: bool
     reason: str
@@ -57,8 +57,8 @@ class Built:
 def prepare() -> Built:
     """Load the compiled kernels into this process, after compiling them if this machine has none yet.
 
-    A back end calls it before passes choose kernels for a graph; the second call costs nothing. What fails becomes a
-    reason and, if a compiler was there, a warning; the kernels in Python stay.
+    A back end calls it before passes choose kernels for a graph; the second call costs nothing. A failure becomes a
+    reason and, if there was a compiler, a warning; the kernels in Python stay in use.
     """
     with _PREPARING:
         return _prepare()
@@ -67,7 +67,7 @@ def prepare() -> Built:
 @functools.cache
 def _prepare() -> Built:
     if sys.platform != "linux":
-        return Built(False, f"the kernels in Python: the compiled ones are for Linux, and this is {sys.platform}")
+        return Built(False, f"the kernels in Python: the compiled ones are for Linux, but this is {sys.platform}")
     compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
     if compiler is None:
         return Built(False, "the kernels in Python: there is no C++ compiler; install g++ or set CXX=/path/to/one")
@@ -79,7 +79,7 @@ def _prepare() -> Built:
         what, advice = _told(error, compiler, path)
         warnings.warn(
             f"amp_compiler's CPU kernels {what}. The same kernels in Python run instead, with the same results, 20 to "
-            f"50 % slower. {advice} AMP_CPU_KERNELS=python leaves the attempt and this warning out.",
+            f"50 % slower. {advice} AMP_CPU_KERNELS=python skips the attempt and this warning.",
             stacklevel=3,
         )
         return Built(False, f"the kernels in Python: they {what}")
@@ -87,18 +87,18 @@ def _prepare() -> Built:
 
 
 def _told(error: Exception, compiler: str, path: Path | None) -> tuple[str, str]:
-    """What went wrong, and what to do about it."""
+    """Return what went wrong and what to do about it."""
     said = getattr(error, "stderr", None) or str(error)
     first = next((line for line in said.splitlines() if "error" in line), said.strip().partition("\n")[0]).rstrip(".")
     if path is not None:
         return f"were compiled but cannot be loaded: {first}", f"Delete {path}, so that they are compiled again."
     if isinstance(error, subprocess.TimeoutExpired):
         return f"could not be compiled: {compiler} timed out after {_MINUTES} minutes", "Try again on an idle machine."
-    install = "Install a compiler for C++20 (g++ 11 or newer: apt install g++), or name one by CXX=/path/to/it."
+    install = "Install a compiler for C++20 (g++ 11 or newer: apt install g++), or set CXX=/path/to/one."
     if isinstance(error, subprocess.CalledProcessError):
         return f"could not be compiled by {compiler}: {first}", install
     if isinstance(error, OSError) and error.filename and Path(str(error.filename)).is_relative_to(_cache()):
-        return f"could not be compiled: {first}", f"Set {CACHE} to a folder that can be written."
+        return f"could not be compiled: {first}", f"Set {CACHE} to a writable folder."
     return f"could not be compiled by {compiler}: {first}", install
 
 
@@ -119,8 +119,8 @@ def _library(compiler: str) -> Path:
 
 
 def _acquire(lock: IO[str]) -> None:
-    """Of several processes one compiles, the others wait. Where files cannot be locked (some network file systems),
-    each compiles for itself: the library is put in its place whole, so that does no harm."""
+    """Wait until no other process compiles. Where files cannot be locked (some network file systems), each process
+    compiles for itself: the library is moved into place as a whole, so that does no harm."""
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -156,7 +156,7 @@ def _cache() -> Path:
 
 
 def _key(compiler: str) -> str:
-    """A library is good for these sources, this torch and this kind of CPU."""
+    """Return a key for the sources, the torch and the kind of CPU that a library is valid for."""
     parts = [torch.__version__, platform.machine(), _features(), compiler, *_flags()]
     parts += [file.name + file.read_text() for file in sorted(SOURCES.iterdir())]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

@@ -1,8 +1,8 @@
-"""What the CPU can do, and which part of it the kernels may use.
+"""The capabilities of the CPU, and which of them the kernels may use.
 
 ``AMP_CPU_CAPABILITY=avx2`` treats a newer CPU as one that has AVX2 and nothing newer, to try out on one machine what
-another will run: kernels are compiled for that kind, and low-precision units that are there are not used. torch's own
-kernels have switches of their own, which torch reads when it is imported: ``ATEN_CPU_CAPABILITY=avx2`` and
+another will run: kernels are compiled for that kind of CPU, and existing low-precision units are not used. torch's own
+kernels have other switches, which torch reads when it is imported: ``ATEN_CPU_CAPABILITY=avx2`` and
 ``ONEDNN_MAX_CPU_ISA=AVX2``.
 """
 
@@ -20,7 +20,7 @@ SETTING = "AMP_CPU_CAPABILITY"
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of CPU: the compiler's name for it, and which extensions kernels may use (None: all that there are)."""
+    """A kind of CPU: the compiler's name for it, and which extensions kernels may use (None: all of them)."""
 
     march: str
     extensions: frozenset[str] | None
@@ -36,7 +36,7 @@ _AVX512 = ("f", "bw", "vl", "dq", "cd")  # the parts that make up x86-64-v4
 
 
 def chosen() -> Kind:
-    """The kind that ``AMP_CPU_CAPABILITY`` names, or this machine's own."""
+    """Return the kind that ``AMP_CPU_CAPABILITY`` names, or this machine's own."""
     setting = os.environ.get(SETTING) or "native"
     if setting not in KINDS:
         raise ValueError(f"{SETTING}={setting!r} is not one of: {', '.join(KINDS)}.")
@@ -48,7 +48,7 @@ def chosen() -> Kind:
 
 
 def features() -> tuple[str, ...]:
-    """The extensions of this CPU that matter to the kernels and that they may use.
+    """Return the extensions of this CPU that matter to the kernels and that they may use.
 
     >>> os.environ["AMP_CPU_CAPABILITY"] = "baseline"; features()
     ()

@@ -1,15 +1,15 @@
-"""``amp::cast_matmul``: a matrix product that rounds its operands to the low dtype as it reads them.
+"""``amp::cast_matmul``: a matrix product that rounds its operands to low precision as it reads them.
 
     cast_matmul(Tensor a, Tensor b, Tensor? bias, ScalarType dtype, ScalarType out_dtype) -> Tensor
 
 ``a`` is [M, K] or [B, M, K], ``b`` [K, N] or [B, K, N], in any float dtype and with any strides; ``bias`` is [N] or
 None. Operands and bias are rounded to ``dtype`` (fp16 or bf16), products are added up in fp32, and the result is
 rounded once, to ``out_dtype`` (``dtype`` or fp32). So no cast of an operand is written to memory, and a weight gradient
-that is wanted in fp32 comes out in fp32.
+that is wanted in fp32 is returned in fp32.
 
-``reference`` defines the meaning. On a CPU the product itself is fp32's (see ``cpu.py``), between conversions in C++
-(``cpp/cast_matmul.h``) or, where that is not built, in Python; on CUDA and ROCm it is Triton's
-(``cast_matmul_triton.py``, loaded when a tensor there asks for it).
+``reference`` defines the meaning. On a CPU, torch's fp32 product runs (see ``cpu.py``), between conversions in C++
+(``cpp/cast_matmul.h``) or, where that is not built, in Python; on CUDA and ROCm, a Triton kernel runs
+(``cast_matmul_triton.py``, loaded when a tensor there needs it).
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from torch import Tensor
 from . import registry
 from .gpu import DTYPES, uses_triton
 
-#: a buffer of more bytes than this is not kept for the next call
+#: a buffer with more bytes than this is not kept for the next call
 KEPT = 1 << 26
-VIEWS = 256  # shapes that are remembered
-_BUFFERS: weakref.WeakSet[Tensor] = weakref.WeakSet()  # those of all threads
+VIEWS = 256  # the number of shapes to remember
+_BUFFERS: weakref.WeakSet[Tensor] = weakref.WeakSet()  # the buffers of all threads
 
 
 class Scratch(threading.local):
-    """Memory for operands while they are fp32, one piece for each use, kept from call to call: fresh memory costs more
-    than the conversion into it."""
+    """Memory for operands while they are fp32, one buffer per use, kept from call to call: new memory costs more than
+    the conversion into it."""
 
     def __init__(self) -> None:
         self.buffers: dict[tuple[str, torch.dtype], Tensor] = {}
         self.views: dict[tuple[str, torch.dtype, Sequence[int], bool], Tensor] = {}
 
     def take(self, use: str, shape: Sequence[int], dtype: torch.dtype, turned: bool = False) -> Tensor:
-        """A tensor, valid until the same use is asked for again. ``turned``: its last two dimensions are swapped in
-        memory."""
+        """Return a tensor that is valid until the next call with the same ``use``. ``turned``: its last two dimensions
+        are swapped in memory."""
         key = (use, dtype, shape, turned)
         found = self.views.get(key)
         return self._make(key) if found is None else found
@@ -53,12 +53,12 @@ class Scratch(threading.local):
         held = self.buffers.get((use, dtype))
         keep = size * dtype.itemsize <= KEPT
         if held is None or held.numel() < size:
-            with torch.inference_mode(False):  # memory made under inference mode could not be written outside it
+            with torch.inference_mode(False):  # memory made in inference mode could not be written to outside of it
                 held = torch.empty(size, dtype=dtype)
             if keep:
                 self.buffers[use, dtype] = held
                 _BUFFERS.add(held)
-                self.views.clear()  # they show the memory that this replaces
+                self.views.clear()  # they refer to the memory that this replaces
         lying = (*shape[:-2], shape[-1], shape[-2]) if turned else shape
         view = held[:size].view(lying)
         view = view.transpose(-1, -2) if turned else view
@@ -69,7 +69,7 @@ class Scratch(threading.local):
         return view
 
     def widened(self, use: str, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """The values rounded to ``dtype``, as fp32, in the order of elements that ``x`` has in memory."""
+        """Return the values rounded to ``dtype``, as fp32, with the memory layout of ``x``."""
         turned = x.dim() >= 2 and x.stride(-1) != 1 and x.stride(-2) == 1
         low = x if x.dtype is dtype else self.take(use, x.shape, dtype, turned).copy_(x)
         return self.take(use, x.shape, torch.float32, turned).copy_(low)
@@ -79,8 +79,8 @@ SCRATCH = Scratch()
 
 
 def scratch_bytes() -> int:
-    """Memory that the kernels of this process keep for their next calls: at most ``KEPT`` bytes for each operand and
-    thread, in C++ and in Python."""
+    """Return the memory that the kernels of this process keep for their next calls: at most ``KEPT`` bytes per operand
+    and thread, in C++ and in Python."""
     compiled: int = torch.ops.amp_cpu.scratch_bytes() if registry.loaded() else 0
     return compiled + sum(buffer.nbytes for buffer in list(_BUFFERS))
 
@@ -90,7 +90,7 @@ _LIBRARY.define("cast_matmul(Tensor a, Tensor b, Tensor? bias, ScalarType dtype,
 
 
 def cast_matmul(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:
-    """``a @ b + bias`` with everything rounded to ``dtype``, added up in fp32, given in ``out_dtype``.
+    """Return ``a @ b + bias`` with everything rounded to ``dtype``, added up in fp32, in ``out_dtype``.
 
     >>> cast_matmul(torch.tensor([[1.0, 2.001]]), torch.ones(2, 1), None, torch.bfloat16, torch.float32)
     tensor([[3.]])
@@ -100,7 +100,7 @@ def cast_matmul(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, o
 
 
 def reference(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:
-    """What the op means, in fp64: exact products of rounded operands, rounded once."""
+    """The definition of the op, in fp64: exact products of rounded operands, rounded once."""
     exact = a.to(dtype).double() @ b.to(dtype).double()
     if bias is not None:
         exact = exact + bias.to(dtype).double()
@@ -140,8 +140,8 @@ def _fake(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dty
 
 
 class _CastMatmul(torch.autograd.Function):
-    """The backward of a low product: the gradient is rounded to the low dtype too. It is not registered with the op,
-    which then costs 10 µs a call instead of 250 (torch 2.13), and graphs need it only after differentiation."""
+    """The backward of a low-precision product, which rounds the gradient too. It is not registered with the op, which
+    then costs 10 µs per call instead of 250 (torch 2.13); graphs use the op only after differentiation."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""How ``cast_matmul_triton.py`` is tuned: the configurations of each kind of GPU, and which of them a product gets.
+"""The tuning of ``cast_matmul_triton.py``: the configurations for each kind of GPU, and which one a product gets.
 
 Nothing here needs Triton or a GPU. ``python -m amp_compiler.kernels.check`` compiles every configuration.
 """
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 
 STEP = 128  # every BLOCK_K divides it; the pieces of a split K are multiples of it
-SHORTEST = 512  # a piece of K shorter than this costs more in the workspace than the idle GPU does
-MOST_PIECES = 16  # the second kernel reads as many fp32 values for each output
+SHORTEST = 512  # for a piece of K shorter than this, the workspace costs more than an idle GPU
+MOST_PIECES = 16  # the second kernel reads this many fp32 values per output
 
 
 @dataclass(frozen=True)
 class Config:
-    """One tuning configuration, and why it is there."""
+    """One tuning configuration, and what it is for."""
 
     block_m: int
     block_n: int
@@ -25,8 +25,8 @@ class Config:
     warps: int
     stages: int
     reason: str
-    unit: str = ""  # the tensor-core instruction, if it is not the target's best: its tile is too small for that
-    registers: int | None = None  # that a thread may have, if the compiler has to be told
+    unit: str = ""  # the tensor-core instruction, if the tile is too small for the target's best
+    registers: int | None = None  # the most per thread, if the compiler has to be told
     group_m: int = 8
 
     @property
@@ -34,17 +34,17 @@ class Config:
         return f"{self.block_m}x{self.block_n}x{self.block_k} w{self.warps} s{self.stages}"
 
     def meta(self) -> dict[str, int]:
-        """The compile-time arguments of the kernel."""
+        """Return the compile-time arguments of the kernel."""
         return {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_K": self.block_k, "GROUP_M": self.group_m}
 
     def compiler(self) -> dict[str, int]:
-        """The options for Triton's compiler."""
+        """Return the options for Triton's compiler."""
         options = {"num_warps": self.warps, "num_stages": self.stages}
         return options if self.registers is None else {**options, "maxnreg": self.registers}
 
     @property
     def takes_unaligned(self) -> bool:
-        """Operands that are loaded element by element need a register for each address, beside those of the sums."""
+        """True if there are registers for unaligned operands: loading element by element needs one per address."""
         threads = 32 * self.warps
         loads, sums = (self.block_m + self.block_n) * self.block_k // threads, self.block_m * self.block_n // threads
         return loads <= 64 and loads + sums <= 128
@@ -78,7 +78,7 @@ CONFIGS_SM80 = (
 CONFIGS_SM90 = (
     Config(128, 256, 32, 8, 4, "large products: the widest wgmma, most reuse; a deeper tile of fp32 spills registers"),
     Config(128, 128, 64, 8, 3, "large products of fewer tiles, deeper pipeline"),
-    Config(128, 64, 64, 4, 3, "tall outputs: one warp group, two programs a processor"),
+    Config(128, 64, 64, 4, 3, "tall outputs: one warp group, two programs per processor"),
     Config(64, 128, 64, 4, 3, "wide outputs, the mirror image"),
     Config(64, 64, 64, 4, 4, "middle sizes: 64 rows are the smallest tile that wgmma takes"),
     Config(64, 32, 128, 4, 3, "narrow outputs and a long K"),
@@ -88,7 +88,7 @@ CONFIGS_SM90 = (
 CONFIGS_SM100 = (
     Config(128, 256, 64, 8, 3, "large products: the accumulator takes half of the tensor memory"),
     Config(128, 128, 64, 8, 3, "large products of fewer tiles, deeper pipeline", registers=ALL_REGISTERS),
-    Config(128, 64, 64, 4, 3, "tall outputs: two programs a processor", registers=ALL_REGISTERS),
+    Config(128, 64, 64, 4, 3, "tall outputs: two programs per processor", registers=ALL_REGISTERS),
     Config(64, 128, 64, 4, 3, "wide outputs: 64 rows are the smallest tile that tcgen05 takes"),
     Config(64, 64, 64, 4, 4, "middle sizes", registers=ALL_REGISTERS),
     Config(128, 32, 128, 4, 2, "narrow outputs and a long K"),
@@ -105,7 +105,7 @@ CONFIGS_GFX942 = (
     Config(64, 16, 128, 4, 2, "a few columns, the mirror image"),
     Config(32, 32, 64, 2, 2, "small matrices in large batches"),
 )
-# The rest of NVIDIA's GPUs that know bf16 (sm_86, sm_89, sm_120): 99 KB of shared memory.
+# The other NVIDIA GPUs that support bf16 (sm_86, sm_89, sm_120): 99 KB of shared memory.
 CONFIGS_SM86 = (
     Config(128, 64, 32, 4, 3, "large products: 99 KB of shared memory with fp32 operands", registers=ALL_REGISTERS),
     Config(64, 64, 32, 4, 3, "middle sizes", registers=ALL_REGISTERS),
@@ -128,11 +128,11 @@ TARGETS = {
 def choose(
     m: int, n: int, k: int, target: str, batch: int = 1, aligned: bool = True
 ) -> tuple[Config, int]:
-    """A configuration for an [m, k] @ [k, n] product (``batch`` of them), and into how many pieces K is split.
+    """Return a configuration for an [m, k] @ [k, n] product (``batch`` of them), and the number of pieces of K.
 
-    The cost of a configuration is the number of rounds in which its programs fill the GPU, times what one program
-    costs: its multiplications, and its loads, which weigh as much as 64 multiplications. Ties go to the first. Operands
-    that are not aligned leave only the configurations that can take them.
+    The cost of a configuration is the number of rounds in which its programs fill the GPU, times the cost of one
+    program: its multiplications, and its loads, each of which counts as 64 multiplications. Ties go to the first. For
+    operands that are not aligned, only the configurations that support them are considered.
 
     >>> choose(4096, 4096, 4096, "sm_90")[0].name
     '128x256x32 w8 s4'
@@ -162,12 +162,12 @@ def ceil_div(a: int, b: int) -> int:
 
 @functools.cache
 def target_of(device: torch.device) -> str:
-    """The name of the row of ``TARGETS`` for a device; sm_80 stands in for a CPU, where the interpreter runs."""
+    """Return the name of the row of ``TARGETS`` for a device; sm_80 for a CPU, where the interpreter runs."""
     if device.type == "cpu":
         return "sm_80"
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip is not None:
-        return "gfx942"  # its LDS, 64 KB, is what all of AMD's have at least
+        return "gfx942"  # all AMD GPUs have at least its 64 KB of LDS
     if properties.major < 8:
         version = f"{properties.major}.{properties.minor}"
         raise ValueError(f"cast_matmul needs compute capability 8.0 or newer, not {version}.")

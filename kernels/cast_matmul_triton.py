@@ -8,8 +8,8 @@ How the work is laid out:
 1. One program computes one BLOCK_M × BLOCK_N tile of one matrix of the batch. Programs that run at the same time work
    on GROUP_M neighbouring rows of tiles, so that they share the columns of ``b`` in the L2 cache.
 2. Strides are arguments: a transposed operand is read where it is, a broadcast one has batch stride 0.
-3. Every load has a mask and gives 0 outside the matrices, whatever lies in memory there. 0 · 0 adds nothing; were one
-   side left unmasked, 0 · inf would give NaN.
+3. Every load has a mask and returns 0 outside the matrices, whatever is in memory there. 0 · 0 adds nothing; if one
+   side were not masked, 0 · inf would give NaN.
 4. If the output has too few tiles to fill the GPU and K is long, K is split: each program writes an fp32 partial sum
    to a workspace, and a second small kernel adds them in a fixed order. No atomics: the same inputs give the same bits.
 5. Offsets have 32 bits where that is enough (it saves registers) and 64 where a tensor spans 2^31 elements.
@@ -87,8 +87,8 @@ def matmul_kernel(  # type: ignore[no-untyped-def]
         columns = columns.to(tl.int64)
         depth = depth.to(tl.int64)
 
-    # One 64-bit base moves along K, the offsets of the tile stay: 64-bit pointers to every element would fill the
-    # registers where the elements cannot be loaded several at a time.
+    # One 64-bit base moves along K, and the offsets of the tile stay the same: 64-bit pointers to every element would
+    # fill the registers if the elements cannot be loaded several at a time.
     a_at = a + matrix * stride_az + start.to(tl.int64) * stride_ak
     b_at = b + matrix * stride_bz + start.to(tl.int64) * stride_bk
     in_a = rows[:, None] * stride_am + depth[None, :] * stride_ak
@@ -144,7 +144,7 @@ ADD_BLOCK = 512
 
 
 def cast_matmul(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:
-    """``a @ b + bias`` with everything rounded to ``dtype`` first, summed in fp32, rounded once to ``out_dtype``.
+    """Return ``a @ b + bias`` with everything rounded to ``dtype``, summed in fp32, and rounded once to ``out_dtype``.
 
     ``a`` is [M, K] or [B, M, K], ``b`` [K, N] or [B, K, N], in fp32, fp16 or bf16 and with any strides; a batch of
     one is broadcast. ``bias`` is [N] in any float dtype, or None.
@@ -211,7 +211,7 @@ def _check(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dt
     if dtype not in LOW:
         raise TypeError(f"cast_matmul rounds to float16 or bfloat16, not to {dtype}.")
     if out_dtype not in (dtype, torch.float32):
-        raise TypeError(f"cast_matmul gives {dtype} or float32, not {out_dtype}.")
+        raise TypeError(f"cast_matmul returns {dtype} or float32, not {out_dtype}.")
     for name, operand in (("a", a), ("b", b)):
         if operand.dtype not in OPERANDS:
             raise TypeError(f"cast_matmul takes float32, float16 and bfloat16, but {name} is {operand.dtype}.")
@@ -219,7 +219,7 @@ def _check(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dt
             raise ValueError(f"cast_matmul takes matrices and batches of them, but {name} is {list(operand.shape)}.")
     batches = [x.shape[0] for x in (a, b) if x.dim() == 3 and x.shape[0] != 1]
     if a.shape[-1] != b.shape[-2] or len(set(batches)) > 1:
-        raise ValueError(f"cast_matmul: {list(a.shape)} and {list(b.shape)} do not go together.")
+        raise ValueError(f"cast_matmul: {list(a.shape)} and {list(b.shape)} cannot be multiplied.")
     if bias is not None and bias.shape != b.shape[-1:]:
         raise ValueError(f"cast_matmul: a bias of {list(bias.shape)} does not fit {b.shape[-1]} columns.")
     if any(x is not None and x.device != a.device for x in (b, bias)):
@@ -227,18 +227,18 @@ def _check(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dt
 
 
 def _strides(matrices: Tensor) -> tuple[int, ...]:
-    """The strides, with 0 for a batch of one: it is broadcast."""
+    """Return the strides, with 0 for a batch of one, which is broadcast."""
     batch, *rest = matrices.stride()
     return (batch if matrices.shape[0] > 1 else 0, *rest)
 
 
 def _spans_far(matrix: Tensor) -> bool:
-    """Does an offset into the matrix need more than 32 bits?"""
+    """True if an offset into the matrix needs more than 32 bits."""
     return sum((size - 1) * stride for size, stride in zip(matrix.shape, matrix.stride(), strict=True)) >= 2**31
 
 
 def _aligned(matrices: Tensor) -> bool:
-    """Can Triton load several elements at once? It asks for what it calls divisible by 16."""
+    """True if Triton can load several elements at once, for which it requires divisibility by 16."""
     (_, *sizes), strides = matrices.shape, _strides(matrices)
     dense = any(stride == 1 and size % 16 == 0 for size, stride in zip(sizes, strides[1:], strict=True))
     return dense and matrices.data_ptr() % 16 == 0 and all(stride == 1 or stride % 16 == 0 for stride in strides)

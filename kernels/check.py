@@ -1,8 +1,8 @@
-"""What can be known about the Triton kernels without a GPU.
+"""Check the Triton kernels without a GPU.
 
 ``python -m amp_compiler.kernels.check`` compiles every kernel and every tuning configuration for real GPUs, prints
-what came out and exits with 1 if a kernel that should use tensor cores does not, spills registers, or needs more
-shared memory than the target has.
+the results, and exits with 1 if a kernel that should use tensor cores does not, spills registers, or needs more shared
+memory than the target has.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .check_compile import Result, compile_case
 
 
 def table(results: Sequence[Result]) -> Table:
-    """The results for people."""
+    """Return the results as a table."""
     made = Table(title="Triton kernels, compiled without a GPU", pad_edge=False)
     for column in ("target", "kernel", "config", "case", "tensor cores"):
         made.add_column(column, no_wrap=True)
@@ -50,12 +50,12 @@ def table(results: Sequence[Result]) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m amp_compiler.kernels.check",
         description="Compile every Triton kernel and every tuning configuration for real GPUs, without one.",
-        epilog="Exits with 1 if a kernel does not compile, should use tensor cores and does not, spills registers, or "
-        "needs more shared memory than the target has. What is compiled once stays in Triton's cache.",
+        epilog="Exits with 1 if a kernel does not compile, should use tensor cores but does not, spills registers, or "
+        "needs more shared memory than the target has. Compiled kernels stay in Triton's cache.",
     )
     parser.add_argument(
         "--target", nargs="+", choices=list(LIMITS), default=list(LIMITS), metavar="TARGET", help=", ".join(LIMITS)

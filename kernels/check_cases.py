@@ -1,4 +1,4 @@
-"""What ``check.py`` compiles: each Triton kernel for each kind of GPU, in every use that a configuration must serve."""
+"""The cases that ``check.py`` compiles: each Triton kernel for each kind of GPU, in every use of a configuration."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ DTYPES = {"fp16": tl.float16, "bf16": tl.bfloat16, "fp32": tl.float32}
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program, and one processor of a target, can have. From NVIDIA's and AMD's manuals."""
+    """The limits of one program, and of one processor of a target, from NVIDIA's and AMD's manuals."""
 
     gpu: GPUTarget
-    shared: int  # bytes a program
-    shared_processor: int  # bytes a streaming multiprocessor or compute unit
-    warps: int  # a processor (AMD: wavefronts of 64)
-    programs: int  # a processor
-    registers: int  # a processor, in units of one register of all lanes of a warp
+    shared: int  # bytes per program
+    shared_processor: int  # bytes per streaming multiprocessor or compute unit
+    warps: int  # per processor (AMD: wavefronts of 64)
+    programs: int  # per processor
+    registers: int  # per processor, in units of one register of all lanes of a warp
     granularity: int  # registers come in multiples of this
-    reserved: int = 0  # bytes of shared memory that each program loses
+    reserved: int = 0  # bytes of shared memory that are reserved per program
 
 
 LIMITS = {
@@ -55,13 +55,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Product:
-    """One use of the matmul kernel that a configuration has to serve."""
+    """One use of the matmul kernel that a configuration has to support."""
 
     a: str
     b: str
     low: str
     out: str
-    layout: str  # of each operand, as BLAS says it: n row by row, t transposed
+    layout: str  # of each operand, as in BLAS: n row by row, t transposed
     bias: bool
     reason: str
     ragged: bool = False  # sizes and strides that are multiples of nothing
@@ -71,7 +71,7 @@ class Product:
 PRODUCTS = (
     Product("fp32", "fp32", "bf16", "bf16", "nt", True, "linear with fp32 weights: most shared memory and registers"),
     Product("fp32", "fp32", "fp16", "fp16", "nn", False, "gradient of the input, or split K"),
-    Product("bf16", "bf16", "bf16", "fp32", "tn", False, "gradient of the weight that comes out in fp32"),
+    Product("bf16", "bf16", "bf16", "fp32", "tn", False, "gradient of the weight, returned in fp32"),
     Product("fp16", "fp16", "fp16", "fp16", "nt", True, "linear with low weights"),
     Product("bf16", "fp32", "bf16", "bf16", "nt", True, "low activations, fp32 weights", ragged=True),
     Product("fp32", "fp16", "fp16", "fp32", "tn", False, "64-bit offsets: most registers", wide=True),
@@ -79,7 +79,7 @@ PRODUCTS = (
 
 
 def cases(target: str, quick: bool = False) -> Iterator[Case]:
-    """All compilations for a target; if ``quick``, one of each kernel."""
+    """Yield all compilations for a target; if ``quick``, one per kernel."""
     kind = TARGETS[target]
     for config in kind.configs[:1] if quick else kind.configs:
         for product in PRODUCTS[:1] if quick else PRODUCTS:
@@ -103,7 +103,7 @@ def cases(target: str, quick: bool = False) -> Iterator[Case]:
 
 
 def matmul_case(target: str, config: Config, product: Product) -> Case:
-    """The matmul kernel in one configuration for one use."""
+    """Return the case of the matmul kernel in one configuration for one use."""
     types = {"a": f"*{product.a}", "b": f"*{product.b}", "bias": "*fp32", "out": f"*{product.out}"}
     types |= dict.fromkeys(("M", "N", "K", "batch", "piece"), "i32")
     strides = ("stride_az", "stride_am", "stride_ak", "stride_bz", "stride_bk", "stride_bn")
@@ -128,7 +128,7 @@ def matmul_case(target: str, config: Config, product: Product) -> Case:
 
 
 def unscale_case(target: str, source: str, to: str, unscale: bool, aligned: bool) -> Case:
-    """The multi-tensor kernel for one pair of dtypes."""
+    """Return the case of the multi-tensor kernel for one pair of dtypes."""
     constants = {
         "FROM": DTYPES[source],
         "TO": DTYPES[to],

@@ -1,6 +1,6 @@
-"""Compiling a case of ``check_cases.py`` for a GPU that is not there, and reading what came out.
+"""Compile a case of ``check_cases.py`` for a GPU that need not be present, and read the result.
 
-It needs Triton and nothing else: the assemblers are in it.
+It needs Triton and nothing else: Triton includes the assemblers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ UNITS = {"mma.sync": "mma.sync", "wgmma": "wgmma.mma_async", "tcgen05": "tcgen05
 
 @dataclass(frozen=True)
 class Result:
-    """What the compiler made of a case."""
+    """The result of compiling a case."""
 
     case: Case
     unit: str = ""
@@ -34,8 +34,8 @@ class Result:
     shared: int = 0
     occupancy: float = 0.0
     error: str = ""
-    instructions: int = 0  # of tensor cores, in the text: those of a loop count once
-    loads: tuple[int, int] = (0, 0)  # from memory, in the text: of 16 bytes, and all
+    instructions: int = 0  # of tensor cores, in the assembly text: those in a loop count once
+    loads: tuple[int, int] = (0, 0)  # from memory, in the assembly text: of 16 bytes, and all
     binary: int = 0  # bytes of machine code, with its headers
     problems: tuple[str, ...] = field(init=False)
 
@@ -53,11 +53,11 @@ def _problems(result: Result) -> Iterator[str]:
     if result.spilled:
         yield f"spills {result.spilled}"
     if result.shared > limits.shared:
-        yield f"needs {result.shared} bytes of shared memory, the target has {limits.shared}"
+        yield f"needs {result.shared} bytes of shared memory, but the target has {limits.shared}"
 
 
 def compile_case(case: Case) -> Result:
-    """Compile for the target, down to machine code, and read what came out."""
+    """Compile for the target, down to machine code, and return what can be read from the result."""
     if not isinstance(case.kernel, JITFunction):
         raise RuntimeError("TRITON_INTERPRET is set, so there is nothing to compile; unset it.")
     limits = LIMITS[case.target]
@@ -94,7 +94,7 @@ def compile_case(case: Case) -> Result:
 
 
 def _loads(text: str) -> tuple[int, int]:
-    """Loads from global memory, also those that go straight to shared memory: of 16 bytes, and all."""
+    """Count loads from global memory, including those directly to shared memory: of 16 bytes, and all."""
     wide = r"ld\.global\S*\.v4\.[bfsu]32|ld\.global\S*\.v2\.[bfsu]64|cp\.async\.c[ag]\.shared\.global.*, 0x10[,;]"
     wide += r"|(?:global|buffer)_load_dwordx4"
     every = r"ld\.global|cp\.async\.c[ag]\.shared\.global|(?:global|buffer)_load_"
@@ -102,7 +102,7 @@ def _loads(text: str) -> tuple[int, int]:
 
 
 def _ptxas(text: str, arch: int) -> tuple[int, int]:
-    """Registers a thread, and bytes spilled, as NVIDIA's assembler tells them."""
+    """Return the registers per thread and the bytes spilled, as NVIDIA's assembler reports them."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.ptx"
         file.write_text(text)
@@ -115,7 +115,8 @@ def _ptxas(text: str, arch: int) -> tuple[int, int]:
 
 
 def _amd(text: str) -> tuple[int, int]:
-    """Registers a lane (gfx942 has one pool for vector and accumulation ones), and registers or bytes spilled."""
+    """Return the registers per lane (gfx942 has one pool for vector and accumulation ones) and registers or bytes
+    spilled."""
     spilled = _number(r"\.vgpr_spill_count:\s+(\d+)", text)  # scalar ones go to vector registers, not to memory
     return _number(r"\.vgpr_count:\s+(\d+)", text), spilled or _number(r"\.private_segment_fixed_size:\s+(\d+)", text)
 
@@ -123,12 +124,12 @@ def _amd(text: str) -> tuple[int, int]:
 def _number(pattern: str, text: str) -> int:
     found = re.search(pattern, text)
     if found is None:
-        raise RuntimeError(f"the assembler's output does not hold {pattern!r}: was Triton updated?")
+        raise RuntimeError(f"the assembler's output does not contain {pattern!r}: Triton may have changed.")
     return int(found[1])
 
 
 def _occupancy(limits: Limits, registers: int, shared: int, warps: int) -> float:
-    """Which part of the warps that a processor can hold are there at once. An estimate: no GPU was asked."""
+    """Estimate the occupancy: the share of a processor's warps that run at once. No GPU was used to measure it."""
     each = -(-max(1, registers) // limits.granularity) * limits.granularity
     programs = min(
         limits.programs,

@@ -1,13 +1,13 @@
-"""How a CPU should run matrix products, convolutions and attention in fp16 or bf16: as they are, or wide.
+"""Decide how a CPU runs matrix products, convolutions and attention in fp16 or bf16: natively or wide.
 
-*Wide* is: round the operands to the low dtype, compute in fp32, round the result once. The numerics are those of a
-low-precision unit (low operands, fp32 accumulation, low result); the speed is that of fp32. A CPU without such units
-runs torch's native low-precision kernels 3 to 50 times slower than fp32, one with them is faster natively.
+*Wide* means: round the operands to the low-precision dtype, compute in fp32, round the result once. The numerics are
+those of a low-precision unit (low operands, fp32 accumulation, low result); the speed is that of fp32. A CPU without
+such units runs torch's native low-precision kernels 3 to 50 times slower than fp32; one with them is faster natively.
 
-What the CPU says it has decides first. Where it has the units, they are used unless wide is clearly faster in a
-measurement of a few milliseconds, made once per process. ``AMP_CPU_KERNELS=native`` or ``wide`` overrides both. Wide
-kernels are compiled before the first graph that needs them is rewritten (``build.prepare``);
-``AMP_CPU_KERNELS=python`` is wide without that. Nothing here compiles.
+The CPU's feature flags decide first. If it has the units, they are used unless wide is clearly faster in a measurement
+of a few milliseconds, made once per process. ``AMP_CPU_KERNELS=native`` or ``wide`` overrides both. Wide kernels are
+compiled before the first graph that needs them is rewritten (``build.prepare``); ``AMP_CPU_KERNELS=python`` is wide
+without compiling. Nothing in this file compiles.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SETTING = "AMP_CPU_KERNELS"
 CHOICES = ("auto", "native", "wide", "python")
 _SIZE = 256  # of the square matrices that are measured
 _REPEATS = 15
-_MARGIN = 1.25  # wide must be faster by this much: two processes should not differ by the noise of a measurement
+_MARGIN = 1.25  # wide must be faster by this factor, so that noise does not make two processes differ
 _UNITS = {torch.bfloat16: frozenset({"avx512_bf16", "amx_bf16"}), torch.float16: frozenset({"amx_fp16"})}
 
 
@@ -41,7 +41,7 @@ class Choice:
 
 
 def setting() -> str:
-    """What ``AMP_CPU_KERNELS`` asks for; unset and empty are "auto", an unknown value is a ``ValueError``."""
+    """Return what ``AMP_CPU_KERNELS`` asks for; unset and empty mean "auto", an unknown value is a ``ValueError``."""
     asked = os.environ.get(SETTING) or "auto"
     if asked not in CHOICES:
         raise ValueError(f"{SETTING}={asked!r} is not one of: {', '.join(CHOICES)}.")
@@ -49,24 +49,24 @@ def setting() -> str:
 
 
 def runs_wide(dtype: torch.dtype) -> bool:
-    """True if matrix products in this low dtype are computed in fp32 on this CPU."""
+    """True if matrix products in this low-precision dtype are computed in fp32 on this CPU."""
     return choose(dtype, setting()).wide
 
 
 def wants_compiled(dtype: torch.dtype) -> bool:
-    """True if they are, and by the compiled kernels: call ``build.prepare`` before you run such products."""
+    """True if they are, with compiled kernels: call ``build.prepare`` before you run such products."""
     return setting() != "python" and runs_wide(dtype)
 
 
 def reason(dtype: torch.dtype) -> str:
-    """Why products run as they do, for a report: what ``choose`` says, and whether the kernels are compiled."""
+    """Return why products run as they do, for a report: the reason of ``choose``, and whether kernels are compiled."""
     chosen = choose(dtype, setting())
     return f"{chosen.reason}; {'compiled' if registry.loaded() else 'in Python'}" if chosen.wide else chosen.reason
 
 
 @functools.cache
 def choose(dtype: torch.dtype, asked: str = "auto") -> Choice:
-    """The choice for a dtype. ``asked``: one of ``CHOICES``, as ``setting`` gives it."""
+    """Return the choice for a dtype. ``asked``: one of ``CHOICES``, as ``setting`` returns it."""
     if asked != "auto":
         return Choice(asked != "native", f"{SETTING}={asked}")
     if not has_units(dtype):
@@ -76,13 +76,13 @@ def choose(dtype: torch.dtype, asked: str = "auto") -> Choice:
 
 
 def has_units(dtype: torch.dtype) -> bool:
-    """True if the CPU multiplies this dtype itself."""
+    """True if the CPU has units that multiply this dtype."""
     return not _UNITS[dtype].isdisjoint(capability.features())
 
 
 def measure(dtype: torch.dtype) -> tuple[float, float]:
-    """Seconds of one product of square matrices, native and wide, the best of several each. They take turns, so that
-    other work on the machine slows down both."""
+    """Return the seconds of one product of square matrices, native and wide, the best of several each. They are
+    interleaved, so that other work on the machine slows down both."""
     a = torch.ones(_SIZE, _SIZE, dtype=dtype)
     runs: tuple[Callable[[], Tensor], ...] = (
         lambda: torch.mm(a, a),
@@ -90,7 +90,7 @@ def measure(dtype: torch.dtype) -> tuple[float, float]:
     )
     best = [math.inf, math.inf]
     with torch.no_grad():
-        for turn in range(_REPEATS + 1):  # the first turn makes the kernels ready
+        for turn in range(_REPEATS + 1):  # the first turn warms up
             for place, run in enumerate(runs):
                 start = time.perf_counter()
                 run()

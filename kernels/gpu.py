@@ -1,5 +1,5 @@
-"""Whether a GPU runs our Triton kernels or torch's own: Triton is there, the GPU has tensor cores that it can use, and
-nobody said otherwise (``AMP_GPU_KERNELS=torch``). Nothing here imports Triton.
+"""Decide whether a GPU runs our Triton kernels: Triton is installed, the GPU has tensor cores that it can use, and
+``AMP_GPU_KERNELS=torch`` isn't set. Nothing here imports Triton.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # what the kernels read
 
 
 def setting() -> str:
-    """What ``AMP_GPU_KERNELS`` asks for, "triton" or "torch"; unset and empty are "triton"."""
+    """Return what ``AMP_GPU_KERNELS`` asks for, "triton" or "torch"; unset and empty mean "triton"."""
     asked = os.environ.get(SETTING) or "triton"
     if asked not in ("triton", "torch"):
         raise ValueError(f"{SETTING}={asked!r} is not one of: triton, torch.")
@@ -33,7 +33,7 @@ def autotunes() -> bool:
 
 
 def uses_triton(device: torch.device) -> bool:
-    """Whether tensors on this device go to the Triton kernels."""
+    """True if tensors on this device use the Triton kernels."""
     return setting() == "triton" and device.type == "cuda" and _can(device.index or 0)
 
 

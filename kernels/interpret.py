@@ -1,4 +1,4 @@
-"""Triton's kernels on CPU tensors, in Triton's interpreter: for tests of their results, where there is no GPU."""
+"""Run Triton kernels on CPU tensors in Triton's interpreter, to test their results without a GPU."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from triton.runtime.jit import JITFunction
 def interpreted(module: ModuleType) -> Iterator[None]:
     """Run the kernels of a module in Triton's interpreter, on CPU tensors, until the end of the block.
 
-    It does what TRITON_INTERPRET=1 does, but for one module and not for the rest of the process. It also mends what the
-    interpreter of Triton 3.7 to 3.9 does with bf16, which numpy does not have: it cuts fp32 off instead of rounding it,
-    reads fp16 as if it were the bits of bf16 (and the other way round), and multiplies the bits of bf16 as integers.
+    It does what TRITON_INTERPRET=1 does, but for one module and not for the whole process. It also fixes the bf16 of
+    the interpreter of Triton 3.7 to 3.9, as numpy has no bf16: that truncates fp32 instead of rounding it, takes the
+    bits of fp16 for bf16 (and the reverse), and multiplies the bits of bf16 as integers.
     """
     floats = {tl.float16: torch.float16, tl.bfloat16: torch.bfloat16, tl.float32: torch.float32}
     builder: Any = interpreter.InterpreterBuilder

@@ -1,6 +1,6 @@
-"""Kernels that take the place of an ATen op, one row each: ``lower_kernels`` rewrites graphs by this table.
+"""Kernels that replace an ATen op, one row each: ``lower_kernels`` rewrites graphs according to this table.
 
-A kernel has the arguments and results of the op that it stands for. To add one, write its file and name its rows in
+A kernel has the arguments and results of the op that it replaces. To add one, write its file and add its rows to
 ``ALL`` below; CONTRIBUTING has an example.
 """
 
@@ -21,9 +21,9 @@ LOW = wide.LOW
 
 @dataclass(frozen=True, slots=True)
 class Lowering:
-    """One kernel. ``op``: the ATen op that it stands for. ``kernel``: ours; the op itself where it is one of ours
-    already and is only noted in reports. ``why(values)``: why it runs in place of the op on these (fake) operands, as
-    reports show it; empty where it should not."""
+    """One kernel. ``op``: the ATen op that it replaces. ``kernel``: our op; the same as ``op`` if that is one of ours
+    already, which reports then show. ``why(values)``: why it replaces the op for these (fake) operands, as shown in
+    reports; empty if it should not."""
 
     op: OpOverload
     kernel: OpOverload
@@ -31,7 +31,7 @@ class Lowering:
 
 
 def computed_in_fp32(values: Sequence[Tensor]) -> str:
-    """For a kernel that computes in fp32 on a CPU whose own low-precision kernels are slower."""
+    """Return the reason for a kernel that computes in fp32, where the CPU's own low-precision kernels are slower."""
     low = {v.dtype for v in values if v.dtype in LOW}
     if len(low) != 1 or any(v.device.type != "cpu" for v in values):
         return ""
@@ -39,11 +39,11 @@ def computed_in_fp32(values: Sequence[Tensor]) -> str:
     return f"computed in float32: {reason(dtype)}" if runs_wide(dtype) else ""
 
 
-#: every kernel that stands for an op
+#: every kernel that replaces an op
 ALL = (
     *(Lowering(op, kernel, computed_in_fp32) for op, kernel in wide.FORMS.items()),
     *(Lowering(op, op, computed_in_fp32) for op in lstm.LAYERS),
 )
 BY_OP = {lowering.op: lowering for lowering in ALL}
-#: name of a kernel -> name of the op that it stands for, as the profiler knows them
+#: name of a kernel -> name of the op that it replaces, as the profiler knows them
 STANDS_FOR = {schema_of(row.kernel).name: schema_of(row.op).name for row in ALL}

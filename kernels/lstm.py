@@ -3,17 +3,17 @@
     lstm_layer(Tensor x, Tensor h, Tensor c, Tensor w_ih, Tensor w_hh, Tensor? b_ih, Tensor? b_hh, bool reverse)
         -> (Tensor out, Tensor h_n, Tensor c_n, Tensor gates, Tensor cells)
 
-``x`` is [length, batch, inputs], ``h`` and ``c`` are [batch, hidden], the weights as ``nn.LSTM`` has them (gates in the
-order input, forget, cell, output). All are of one dtype: fp32, fp16 or bf16. ``gates`` (after their activation) and
-``cells`` are what the backward needs.
+``x`` is [length, batch, inputs], ``h`` and ``c`` are [batch, hidden], the weights as in ``nn.LSTM`` (gates in the order
+input, forget, cell, output). All have one dtype: fp32, fp16 or bf16. ``gates`` (after their activation) and ``cells``
+are what the backward needs.
 
-In a low dtype every product has low operands and fp32 sums, as cuDNN does it: the state that goes into the next step is
-rounded, the cell stays in fp32 from the first step to the last, and everything between is fp32.
+In low precision, every product has low operands and fp32 sums, as in cuDNN: the state that is passed to the next step
+is rounded, the cell stays in fp32 from the first step to the last, and everything in between is fp32.
 
-Taken apart, a sequence of 32 steps is more than a thousand ops of a graph: it would be compiled anew for each length,
-in half a minute, and be slower than torch's layer under autocast. Here products that do not depend on the state are
-made for all steps at once, and the rest is a loop: in C++ (``cpp/lstm.h``) or, where that is not built, of a dozen
-calls a step. On a CPU only: elsewhere the layer is taken apart.
+Decomposed, a sequence of 32 steps is more than a thousand ops of a graph: it would be compiled again for each length,
+in half a minute, and be slower than torch's layer under autocast. Here, products that do not depend on the state are
+computed for all steps at once, and the rest is a loop: in C++ (``cpp/lstm.h``) or, where that is not built, in Python
+with a dozen calls per step. This is for CPUs only: elsewhere the layer is decomposed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _LIBRARY.define(
 def reference(
     x: Tensor, h: Tensor, c: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the op means, step by step in fp64 between its roundings: (out, h_n, c_n)."""
+    """The definition of the op, step by step in fp64 between its roundings: (out, h_n, c_n)."""
     dtype, wide = x.dtype, torch.float64
     bias = sum(b.to(wide) for b in (b_ih, b_hh) if b is not None)
     state, cell = h, c.to(wide)
@@ -96,7 +96,8 @@ def _steps_in_cpp(
 def _steps(
     gates: Tensor, state: Tensor, cell: Tensor, w_hh: Tensor, out: Tensor, cells: Tensor, reverse: bool
 ) -> None:
-    """From sums of the inputs' part, in place: gates after their activation; ``out`` and ``cells`` are written."""
+    """Run all steps. ``gates`` holds the inputs' part of the sums, and afterwards the activated gates; ``out`` and
+    ``cells`` are written."""
     length, batch, hidden = out.shape
     low = out.dtype if out.dtype in LOW else None
     whole = gates.unbind(0)
@@ -115,11 +116,11 @@ def _steps(
             state = torch.mul(o[t], scratch, out=outs[t])
         else:
             outs[t].copy_(scratch.mul_(o[t]))
-            state = scratch.copy_(outs[t])  # the next product reads what was rounded
+            state = scratch.copy_(outs[t])  # the next product reads the rounded state
 
 
 def _before(first: Tensor, steps: Tensor, reverse: bool) -> Tensor:
-    """The value that each step began with."""
+    """Return the value that each step started with."""
     first = first.to(steps.dtype).unsqueeze(0)
     return torch.cat((steps[1:], first) if reverse else (first, steps[:-1]))
 
@@ -164,12 +165,12 @@ def _steps_back(
     grad_out: Tensor | None, state: Tensor, cell: Tensor, gates: Tensor, cells: Tensor, c: Tensor, right: Tensor,
     sums: Tensor, reverse: bool,
 ) -> None:  # fmt: skip
-    """``sums``: the gradients of the gates before their activation. ``state`` and ``cell`` are gradients of the last
-    step's, and of the first one's afterwards."""
+    """Run all steps backward and write ``sums``, the gradients of the gates before their activation. ``state`` and
+    ``cell`` hold gradients of the last step's values, and afterwards those of the first."""
     length, batch, hidden = cells.shape
     i, f, g, o = gates.float().split(hidden, -1)
     squashed = torch.tanh(cells)
-    # what a gate's gradient is multiplied by on its way into the sum before the activation, for all steps at once
+    # the derivatives of the activations, by which the gates' gradients are multiplied, for all steps at once
     slopes = cells.new_empty(length, batch, 4, hidden)
     for part, other, value, square in (
         (0, g, i, False), (1, _before(c, cells, reverse), f, False), (2, i, g, True), (3, squashed, o, False)
@@ -215,7 +216,7 @@ def _fake_backward(
 
 
 class _LstmLayer(torch.autograd.Function):
-    """Registered by hand: ``torch.library.register_autograd`` costs more for each call than a few steps do."""
+    """Registered by hand: ``torch.library.register_autograd`` costs more per call than a few steps do."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:

@@ -1,16 +1,16 @@
-"""``amp::all_finite`` and ``amp::unscale`` on GPUs, in Triton: many tensors in one launch a dtype, no host sync.
+"""``amp::all_finite`` and ``amp::unscale`` on GPUs, in Triton: many tensors in one launch per dtype, no host sync.
 
 Imported only when a CUDA (or ROCm) tensor needs it. How it works:
 
-1. Tensors of one dtype make a group, and a group is one launch. Tensors that do not start at a multiple of 16 bytes
-   make groups of their own, so that they do not take the wide loads from all others.
-2. Each tensor is cut into chunks of ``CHUNK`` elements and each program does one chunk: a tensor of 3 elements costs
+1. Tensors of one dtype form a group, and a group is one launch. Tensors that do not start at a multiple of 16 bytes
+   form separate groups, so that the others can still use wide loads.
+2. Each tensor is cut into chunks of ``CHUNK`` elements and each program handles one chunk: a tensor of 3 elements costs
    one program, an embedding of 23 million takes its share of the GPU.
-3. A table tells each program its tensor, and for each tensor where it is and how long. The tables of all groups go to
-   the device in one copy from page-locked memory, which the host does not wait for.
-4. The flag is set by a plain store of 1.0, without atomics: it starts at 0.0 (or at what the caller found before), no
-   program ever writes anything else, so every order of the writes, and every number of them, leaves the same value.
-   Only a program that saw a number that is not finite writes at all. Nobody reads the flag before the launch ends.
+3. A table tells each program its tensor, and for each tensor its address and length. The tables of all groups are
+   copied to the device at once from page-locked memory, which the host does not wait for.
+4. The flag is set by a plain store of 1.0, without atomics: it starts at 0.0 (or at the caller's value), and no program
+   ever writes anything else, so the order and the number of writes do not matter. Only a program that saw a non-finite
+   number writes at all. Nothing reads the flag before the launch ends.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import triton.language as tl
 from torch import Tensor
 
 SUPPORTED = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-CHUNK = 32768  # elements a program: over 3000 programs for BERT-base, enough for any GPU, and a table of 30 KB
-BLOCK = 2048  # elements at a time: 8 a thread, two loads of 16 bytes in fp32 and one in fp16
+CHUNK = 32768  # elements per program: over 3000 programs for BERT-base, enough for any GPU, and a table of 30 KB
+BLOCK = 2048  # elements at a time: 8 per thread, two loads of 16 bytes in fp32 and one in fp16
 WARPS = 8
 ALIGNMENT = 16  # bytes of the widest load
 
@@ -41,7 +41,7 @@ def unscale_kernel(  # type: ignore[no-untyped-def]
     found,
     FROM: tl.constexpr,
     TO: tl.constexpr,
-    UNSCALE: tl.constexpr,  # or only look
+    UNSCALE: tl.constexpr,  # False: only check
     ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -62,7 +62,7 @@ def unscale_kernel(  # type: ignore[no-untyped-def]
     if UNSCALE:
         factor = tl.load(inv_scale).to(tl.float32)
 
-    # whole blocks without a mask, which would cut the wide loads to pieces; then what is left
+    # whole blocks first, without a mask, which would prevent wide loads; then the rest
     finite = tl.full((BLOCK,), 1, tl.int1)
     whole = (count // BLOCK).to(tl.int32) * BLOCK
     for at in range(0, whole, BLOCK):
@@ -75,12 +75,13 @@ def unscale_kernel(  # type: ignore[no-untyped-def]
     finite = finite & (tl.abs(numbers) < float("inf"))
     if UNSCALE:
         tl.store(target + whole + lanes, (numbers * factor).to(TO), mask=rest)
-    # each lane for itself: no reduction and no barrier, and as a rule no lane writes
+    # each lane writes by itself, without a reduction or a barrier; usually no lane writes
     tl.store(found + lanes * 0, tl.full((BLOCK,), 1.0, tl.float32), mask=finite == 0)
 
 
 def non_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """fp32 without dimensions, on the tensors' device: 1.0 if a number of one of them is not finite, else 0.0."""
+    """Return 1.0 if a number in one of the tensors is not finite, else 0.0, as fp32 without dimensions on their device.
+    """
     device = tensors[0].device if tensors else torch.device("cpu")
     _check(tensors, device)
     found = torch.zeros((), dtype=torch.float32, device=device)
@@ -89,9 +90,10 @@ def non_finite(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def unscale(grads: Sequence[Tensor], inv_scale: Tensor, found: Tensor) -> tuple[list[Tensor], Tensor]:
-    """The gradients times ``inv_scale`` as new fp32 tensors, and the flag: 1.0 if ``found`` was or one is not finite.
+    """Return the gradients times ``inv_scale`` as new fp32 tensors, and the flag: 1.0 if ``found`` is 1.0 or a gradient
+    isn't finite.
 
-    The new tensors have the strides that ``torch.empty_like`` gives; gradients with gaps or overlaps are copied first.
+    The new tensors have the strides of ``torch.empty_like``; gradients with gaps or overlaps are copied first.
     """
     _check(grads, found.device, inv_scale, found)
     found = found.clone()
@@ -104,10 +106,10 @@ def unscale(grads: Sequence[Tensor], inv_scale: Tensor, found: Tensor) -> tuple[
 
 
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found: Tensor) -> None:
-    """The gradients times ``inv_scale`` in place, in their dtypes, and ``found`` set to 1.0 if one was not finite.
+    """Multiply the gradients by ``inv_scale`` in place, in their dtypes; set ``found`` to 1.0 if one was not finite.
 
-    Each gradient may be in the list once: chunks run in no order. One with gaps between its elements is unscaled in a
-    copy and written back.
+    Each gradient may be in the list only once, because chunks run in any order. One with gaps between its elements is
+    unscaled in a copy and written back.
     """
     _check(grads, found.device, inv_scale, found)
     dense = [_dense(grad) for grad in grads]
@@ -128,11 +130,11 @@ def _check(tensors: Sequence[Tensor], device: torch.device, *scalars: Tensor) ->
             raise TypeError(f"expected one float32 number, not {list(scalar.shape)} of {scalar.dtype}.")
     for tensor in (*tensors, *scalars):
         if tensor.device != device:
-            raise ValueError(f"all tensors have to be on one device, but {tensor.device} and {device} are there.")
+            raise ValueError(f"all tensors have to be on one device, not on {tensor.device} and {device}.")
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """The tensor itself if its elements fill a piece of memory, in whatever order; else a copy that does."""
+    """Return the tensor itself if its elements fill a block of memory, in any order; otherwise a copy that does."""
     if tensor.is_contiguous():
         return tensor
     expected = 1
@@ -152,9 +154,9 @@ class _Group:
     source: torch.dtype
     target: torch.dtype
     aligned: bool
-    rows: list[int] = field(default_factory=list)  # four numbers a tensor
-    chunks: list[int] = field(default_factory=list)  # how many of each tensor
-    first: int = 0  # chunk of the next tensor
+    rows: list[int] = field(default_factory=list)  # four numbers per tensor
+    chunks: list[int] = field(default_factory=list)  # the number of chunks of each tensor
+    first: int = 0  # the first chunk of the next tensor
 
     def add(self, source: Tensor, target: Tensor) -> None:
         self.rows += (source.data_ptr(), target.data_ptr(), source.numel(), self.first)
@@ -202,5 +204,5 @@ def _to_device(table: Tensor, device: torch.device) -> Tensor:
         return table
     table = table.pin_memory()  # torch keeps it until the copy is done
     if torch.cuda.is_current_stream_capturing():
-        _CAPTURED.append(table)  # a few KB for each capture, kept for good: nobody says when a graph is gone
+        _CAPTURED.append(table)  # a few KB per capture, never freed: there is no notice when a graph is freed
     return table.to(device, non_blocking=True)

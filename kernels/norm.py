@@ -14,15 +14,16 @@ from . import registry
 
 @torch.no_grad()
 def total_norm(tensors: Sequence[Tensor], device: torch.device, *, as_torch: bool = False) -> Tensor:
-    """An fp32 number on ``device``, without a host sync where the tensors are not on the CPU. ``as_torch``: with the
-    bits of ``torch.nn.utils.get_total_norm``, for who clips by it; else on a CPU in one pass, added up in fp64.
+    """Return the norm as an fp32 number on ``device``, without a host sync unless the tensors are on the CPU.
+    ``as_torch``: bit-identical to ``torch.nn.utils.get_total_norm``, for callers that clip; otherwise a CPU computes it
+    in one pass, added up in fp64.
 
     >>> total_norm([torch.tensor([3.0]), torch.tensor([[4.0]])], torch.device("cpu"))
     tensor(5.)
     """
     norms: list[Tensor] = []
     if not as_torch and registry.loaded() and device.type == "cpu":
-        norm, tensors = torch.ops.amp_cpu.norm(tensors)  # what is left has another dtype, layout or device
+        norm, tensors = torch.ops.amp_cpu.norm(tensors)  # the remaining ones have another dtype, layout or device
         norms.append(torch.tensor(norm, dtype=torch.float32, device=device))
         if not tensors:
             return norms[0]

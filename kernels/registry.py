@@ -1,4 +1,4 @@
-"""Which kernels the CPU's ops run: those written in Python, or the compiled library once it has taken their place."""
+"""Which kernels the CPU ops run: those written in Python, or the compiled library once it has replaced them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 from amp_compiler.common.torch_names import unregister
 
-_KERNELS: dict[str, Callable[..., Any]] = {}  # in Python, by the name of the op
+_KERNELS: dict[str, Callable[..., Any]] = {}  # those in Python, by the name of the op
 _REGISTERED: dict[str, torch.library.Library] = {}
 _LOADED: list[Path] = []  # the library, once it is in this process
 
 
 def in_python(kernels: Iterable[tuple[str, Callable[..., Any]]]) -> None:
-    """Register kernels for the CPU that the compiled library, if there is one, takes the place of."""
+    """Register CPU kernels that the compiled library, if there is one, replaces."""
     for name, kernel in kernels:
         _KERNELS[name] = kernel
         if not loaded():
@@ -24,7 +24,7 @@ def in_python(kernels: Iterable[tuple[str, Callable[..., Any]]]) -> None:
 
 
 def python_kernel(name: str) -> Callable[..., Any]:
-    """The kernel in Python of the op ``amp::<name>``, which stands behind the compiled one."""
+    """Return the Python kernel of the op ``amp::<name>``, which the compiled one replaces."""
     return _KERNELS[name]
 
 
@@ -34,7 +34,7 @@ def loaded() -> bool:
 
 
 def take_over(library: Path) -> None:
-    """Load a compiled library in place of the kernels in Python; if that fails, they stay. Its ops must be defined."""
+    """Replace the kernels in Python by a compiled library; if loading it fails, they stay. Its ops must be defined."""
     while _REGISTERED:
         unregister(_REGISTERED.popitem()[1])
     try:

@@ -1,19 +1,19 @@
-"""``amp::unscale``: gradients divided by the loss scale, in fp32, and whether one of them was not finite.
+"""``amp::unscale``: divide gradients by the loss scale, in fp32, and check whether one of them was not finite.
 
     unscale(Tensor[] grads, Tensor inv_scale, Tensor found) -> (Tensor[] unscaled, Tensor found_out)
 
     unscale_(Tensor(a!)[] grads, Tensor inv_scale, Tensor found) -> Tensor
 
-The first is functional: it writes none of its inputs and its outputs share no memory with them. The second writes the
-gradients where they are. The function ``unscale_`` is for loops, and writes the flag in place too.
+The first is functional: it writes to none of its inputs and its outputs share no memory with them. The second changes
+the gradients in place. The function ``unscale_`` is for training loops, and writes the flag in place too.
 
-``found`` is fp32 with one element, 0.0 or 1.0, as torch's optimizers and ``torch._amp_update_scale_`` take it;
-found_out is 1.0 if it was so before or if a gradient, before it was unscaled, holds a number that is not finite.
+``found`` is fp32 with one element, 0.0 or 1.0, as torch's optimizers and ``torch._amp_update_scale_`` expect it;
+found_out is 1.0 if ``found`` is, or if a gradient, before it was unscaled, has a number that is not finite.
 
-Both are one pass: a kernel checks and multiplies each value as it loads it (on a CPU ours in ``cpp/multi_tensor.h``, by
-all threads, where it is built; else torch's, by one). The functional form runs it on the
-fresh fp32 copies. For fp32 gradients a multiplication into new memory and a separate check would be no faster (1M
-values, one core: 540 µs against 510): most of it is the new memory itself.
+Both are one pass: a kernel checks and multiplies each value as it loads it (on a CPU ours in ``cpp/multi_tensor.h``,
+with all threads, where it is built; otherwise torch's, with one thread). The functional form runs it on the new fp32
+copies. For fp32 gradients, a multiplication into new memory and a separate check would be no faster (1M values, one
+core: 540 µs against 510): most of the time goes into the new memory itself.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LIBRARY.define("unscale_(Tensor(a!)[] grads, Tensor inv_scale, Tensor found) ->
 
 
 def unscale(grads: Sequence[Tensor], inv_scale: Tensor, found: Tensor) -> tuple[list[Tensor], Tensor]:
-    """The gradients times ``inv_scale`` as new tensors, fp16 and bf16 ones in fp32; and the flag.
+    """Return the gradients times ``inv_scale`` as new tensors, fp16 and bf16 ones in fp32, and the flag.
 
     >>> unscale([torch.tensor([4.0], dtype=torch.float16)], torch.tensor(0.5), torch.zeros(1))
     ([tensor([2.])], tensor([0.]))
@@ -47,7 +47,7 @@ def unscale(grads: Sequence[Tensor], inv_scale: Tensor, found: Tensor) -> tuple[
 
 
 def reference(grads: Sequence[Tensor], inv_scale: Tensor, found: Tensor) -> tuple[list[Tensor], Tensor]:
-    """What the op means, in plain torch."""
+    """The definition of the op, in plain torch."""
     unscaled = []
     found = found.clone()
     for grad in grads:
@@ -66,11 +66,11 @@ def reference(grads: Sequence[Tensor], inv_scale: Tensor, found: Tensor) -> tupl
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found: Tensor) -> None:
     """Multiply the gradients by ``inv_scale`` in place and set ``found`` to 1.0 if one was not finite before.
 
-    Each keeps its dtype: a fp16 gradient is multiplied in fp32 and rounded to fp16 again, where small values vanish.
+    Each keeps its dtype: an fp16 gradient is multiplied in fp32 and rounded to fp16 again, where small values vanish.
     Lists of several dtypes, layouts and devices are fine, and there is no host sync.
     """
     if registry.loaded() and inv_scale.device.type == found.device.type == "cpu":
-        grads = torch.ops.amp_cpu.unscale_(grads, found, inv_scale)  # what is left has another dtype, layout or device
+        grads = torch.ops.amp_cpu.unscale_(grads, found, inv_scale)  # the rest have another dtype, layout or device
     groups: dict[torch.device, dict[torch.dtype, list[Tensor]]] = {}
     for grad in grads:
         if grad.layout is torch.sparse_coo and grad.dtype in LOW and not grad.is_coalesced():

@@ -1,8 +1,8 @@
 """``amp::wide_*``: convolutions and the backward of attention in fp16 or bf16, computed in fp32 on a CPU.
 
 Each has the arguments and results of the ATen op that it is named after. Low operands are widened, the fp32 kernel
-runs, and each result is rounded once to the dtype that the native op would give it. See ``cpu.py`` for when that pays.
-In C++ (``cpp/wide.h``) or, where that is not built, in Python.
+runs, and each result is rounded once to the dtype that the native op would return. See ``cpu.py`` for when that is
+faster. They are written in C++ (``cpp/wide.h``) and, for where that is not built, in Python.
 """
 
 from __future__ import annotations

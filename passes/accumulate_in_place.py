@@ -1,11 +1,11 @@
-"""accumulate_in_place: with several micro-batches per update, each gradient is added where it is made.
+"""accumulate_in_place: with several micro-batches per update, each gradient is added to its sum where it is computed.
 
 ``gradients, found = unscale([g_1, …])``  →  ``addcmul_(sum_i, cast(g_i, f32), 1 / scale)`` right behind each ``g_i``,
 and ``found = where(all_finite([sum_1, …]), found, 1)``. The sums are inputs: the parameters' own ``.grad``.
 
-So the gradients of one micro-batch never all exist beside the sums, as they do not under autograd. The graph is not
-functional afterwards; Inductor plans its memory by itself. Left alone is a graph with a parameter that is not fp32 or
-a gradient that is sparse.
+So the gradients of one micro-batch never all exist next to the sums, just as under autograd. The graph is not
+functional afterwards; Inductor, which plans its memory by itself, doesn't need this pass. A graph with a parameter that
+is not fp32 or with a sparse gradient is left alone.
 
 Requires: scaled; the eager backend, several micro-batches per update, a micro-batch whose gradients are not reduced
 over processes, no activation checkpointing. Ensures: accumulated. A second run changes nothing.

@@ -1,10 +1,10 @@
-"""batch_casts: one cast for all the small parameters that are cast alike, instead of one each.
+"""batch_casts: cast all small parameters that are cast to the same dtype with one op, instead of one op each.
 
 ``b1_low = cast(b1); b2_low = cast(b2); …``  →  ``flat = cast(cat([b1, b2, …])); b1_low, b2_low, … = split(flat)``
 
-A model has as many biases as matrices; each costs an op of its own to cast a few hundred bytes. Only inputs of
-the graph that are one-dimensional, contiguous and at most ``LARGEST`` elements take part, so the extra copy is
-small; values are the same bits. Left out under Inductor, which fuses such casts by itself.
+A model has as many biases as matrices; casting each costs an op of its own for a few hundred bytes. Only inputs of
+the graph that are one-dimensional, contiguous and have at most ``LARGEST`` elements take part, so the extra copy is
+small; the values are bit-identical. Skipped under Inductor, which fuses such casts by itself.
 
 Requires: folded; the eager backend. Ensures: folded, batched. A second run changes nothing.
 """

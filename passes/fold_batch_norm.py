@@ -1,4 +1,4 @@
-"""fold_batch_norm: at inference a batch norm is a scale and a shift, which go into the layer before it.
+"""fold_batch_norm: fold the scale and shift of a batch norm at inference into the layer before it.
 
 ``batch_norm(conv2d(x, w, b), scale, shift, mean, var)``  →  ``conv2d(x, w', b')`` with
 
@@ -7,9 +7,9 @@
 computed in fp64 and rounded to fp32, before any other rounding. The layer is a convolution, a transposed convolution,
 or a linear layer on [batch, features].
 
-Left alone: batch norm that uses the batch's own statistics; a layer whose result or weight something else reads too;
-weights that are written to; a norm whose module has another precision rule than the layer's; and a result that the low
-dtype would hold badly (a channel whose largest weight overflows in it, or is no normal number of it).
+Left alone: a batch norm that uses the batch's own statistics; a layer whose result or weight has another reader;
+weights that are written to; a norm whose module has a different precision rule than the layer's; and a result that the
+low-precision dtype represents badly (the largest weight of a channel overflows or is subnormal in it).
 
 Requires: normalized, and ``ctx.weights``: without them it does nothing. Ensures: normalized. A second run changes
 nothing.
@@ -86,8 +86,8 @@ def _fold(graph: fx.Graph, norm: fx.Node, layer: fx.Node, fixed: set[fx.Node], c
 
 
 def _groups(layer: fx.Node, into: dict[str, Any]) -> int | None:
-    """0 for a weight whose first dimension are the channels of the result, the number of groups for a transposed one;
-    None if the layer is none of ours, or a batch norm behind it would see channels in another dimension."""
+    """Return 0 if the weight's first dimension is the channels of the result, the number of groups for a transposed
+    convolution; None for other layers, or if a batch norm behind it would see channels in another dimension."""
     name, result = ir.op_name(layer), ir.tensor_of(layer)
     if layer.op != "call_function" or result is None:
         return None
@@ -100,7 +100,7 @@ def _groups(layer: fx.Node, into: dict[str, Any]) -> int | None:
 
 
 def _rules(node: fx.Node, ctx: Context) -> tuple[Any, ...]:
-    """What a user says of the modules around a node."""
+    """Return the user's precision rules for the modules around a node."""
     paths = ir.module_chain(node)
     said = [(ctx.policy.module_rule(path) or ("", None))[1] for path in paths]
     marked = [ctx.module_precision.get(path) for path in paths]
@@ -127,7 +127,7 @@ def _factor(var: Make, scale: Make | None, eps: float) -> Tensor:
 
 
 def _by_channel(weight: Tensor, groups: int) -> Tensor:
-    """A view of a layer's weight whose first dimension are the channels of the result."""
+    """Return a view of a layer's weight whose first dimension is the channels of the result."""
     if not groups:
         return weight
     inner, outer = weight.shape[0] // groups, weight.shape[1]

@@ -1,4 +1,4 @@
-"""fold_casts: remove what is provably redundant, on the graph that will run.
+"""fold_casts: remove provably redundant casts from the graph that will run.
 
 1. ``cast(cast(x: bf16, f32), bf16)``  →  ``x``: the first cast loses nothing, so it may be skipped
    (``bool → f32 → bf16`` becomes ``bool → bf16``); ``f32 → bf16 → f32`` rounds, and stays
@@ -6,13 +6,13 @@
 3. ``cast(view(cast(x: bf16, f32)), bf16)``  →  ``view(x)``: a lossless cast sinks below an op that only moves
    or selects values (class EXACT), where that moves fewer bytes
 4. ``cast(expand(x: f32), bf16)``  →  ``expand(cast(x, bf16))``: a rounding rises above such an op, where that
-   moves fewer bytes and nobody else reads the fp32 result
+   moves fewer bytes and nothing else reads the fp32 result
 
-Every rule leaves the bits of every output and every gradient as they were. It runs after autodiff: before it,
-sharing one cast would make gradients add up in low precision, and a cast moved across ``relu`` could change one.
-Rules 3 and 4 are greedy: each step lowers the bytes that casts write, one sweep carries a cast through a whole
-chain, and sweeps are repeated until nothing changes. They are left out where sizes are symbolic.
-What the graph writes to keeps its copies, and what the caller gets stays a tensor of its own.
+Every rule keeps every output and every gradient bit-identical. The pass runs after autodiff: before it, sharing one
+cast would make gradients add up in low precision, and a cast moved across ``relu`` could change one.
+Rules 3 and 4 are greedy: each step reduces the bytes that casts write, one sweep carries a cast through a whole
+chain, and sweeps are repeated until nothing changes. They don't apply where sizes are symbolic.
+Memory that the graph writes to keeps its copies, and each output that the caller gets stays a tensor of its own.
 
 Requires: past_autograd (a graph from AOTAutograd, or a conversion's). Ensures: folded. A second run changes nothing.
 """
@@ -60,7 +60,7 @@ def _fold(graph: fx.Graph) -> bool:
 @dataclass(frozen=True)
 class _Keep:
     """``written``: memory that the graph writes to, so a copy of it must stay a copy. ``outputs``: tensors that the
-    caller gets and may write to, so two of them must not become one, nor one of them an input."""
+    caller gets and may write to, so two of them must not become one, and none of them may become an input."""
 
     written: set[fx.Node]
     outputs: set[fx.Node]
@@ -102,7 +102,7 @@ def _chains_and_copies(graph: fx.Graph, keep: _Keep) -> bool:
 
 
 def _skippable(node: fx.Node, keep: _Keep) -> bool:
-    """A lossless cast of memory that nobody writes to: its readers may read what it reads."""
+    """True for a lossless cast of memory that is never written to: its readers may read its source instead."""
     value = ir.tensor_of(ir.cast_source(node))
     untouched = node not in keep.written and ir.cast_source(node) not in keep.written
     return untouched and value is not None and ir.lossless(value.dtype, ir.cast_dtype(node))
@@ -152,7 +152,7 @@ def _float_args(node: fx.Node) -> list[fx.Node]:
 
 
 def _sink(graph: fx.Graph, node: fx.Node, keep: _Keep) -> bool:
-    """Rule 3. ``node`` reads only lossless casts of low values: let it read the low values themselves."""
+    """Apply rule 3: if ``node`` reads only lossless casts of low values, let it read the low values themselves."""
     args, result = _float_args(node), ir.tensor_of(node)
     assert result is not None
     if not args or result.dtype is not torch.float32 or not _static(result):
@@ -194,7 +194,7 @@ def _sink(graph: fx.Graph, node: fx.Node, keep: _Keep) -> bool:
 
 
 def _rise(graph: fx.Graph, node: fx.Node, keep: _Keep) -> bool:
-    """Rule 4. Only roundings to one dtype read ``node``: round what goes in instead of what comes out."""
+    """Apply rule 4: if only roundings to one dtype read ``node``, round its inputs instead of its result."""
     args, result = _float_args(node), ir.tensor_of(node)
     assert result is not None
     if not args or result.dtype is not torch.float32 or not _static(result) or any(a in keep.written for a in args):
@@ -232,7 +232,7 @@ def _rise(graph: fx.Graph, node: fx.Node, keep: _Keep) -> bool:
             rounded.meta["val"] = ir.retype(value, low)
             ir.inherit_origin(rounded, node)
         elif rounded > node:
-            node.prepend(rounded)  # its source stands before node, so it may too
+            node.prepend(rounded)  # its source comes before node, so it may too
             ir.inherit_placement(rounded, node)
         node.replace_input_with(arg, rounded)
     node.meta["val"] = ir.retype(result, low)
@@ -243,7 +243,7 @@ def _rise(graph: fx.Graph, node: fx.Node, keep: _Keep) -> bool:
 
 
 def _replaceable(cast: fx.Node, moved: torch.Tensor, keep: _Keep) -> bool:
-    """A cast whose readers may read a value with the strides of ``moved`` instead, nobody else's tensor."""
+    """True for a cast whose readers may read a value with the strides of ``moved`` instead: no output, not written."""
     value = ir.tensor_of(cast)
     return cast not in keep.outputs and cast not in keep.written and value is not None and _same_strides(value, moved)
 

@@ -1,11 +1,11 @@
-"""fold_constants: what the model computes from its weights alone is computed once, at conversion.
+"""fold_constants: compute once, at conversion, what the model computes from its weights alone.
 
 ``conv1d(x, mul(div(v, norm(v)), g))``  →  ``conv1d(x, v_value)``: weight norm and other parametrizations, masks and
-tables made of buffers. The value is stored in the place of the weights that it is made of.
+tables made from buffers. The value is stored instead of the weights that it is computed from.
 
-Left alone: ops that only move a weight's values (a transpose costs nothing), a result that is random, written to, of
-changing size, or that follows a dtype (``buffer.to(x.dtype)`` is decided later), and a result that would make the model
-larger by more than 1 KiB because others read the weights too.
+Left alone: ops that only move a weight's values (a transpose costs nothing); a result that is random, written to, of
+changing size, or that follows a dtype (``buffer.to(x.dtype)`` is decided later); and a result that would make the model
+larger by more than 1 KiB because the weights have other readers.
 
 Requires: normalized, and ``ctx.weights``: without them it does nothing. Ensures: normalized. A second run changes
 nothing.
@@ -27,7 +27,7 @@ from amp_compiler.rewrite.base import Context, Dialect, Pass
 from amp_compiler.rewrite.facts import NORMALIZED
 
 ROOM = 1 << 10  # bytes that one folded result may add to the model
-#: ops whose result says nothing of their arguments' values
+#: ops whose result does not depend on their arguments' values
 _UNKNOWN = ("empty_like", "new_empty", "new_empty_strided", "_assert_tensor_metadata")
 
 
@@ -73,7 +73,7 @@ class _Fold:
         return bool(values) and all(v is not None and all(isinstance(s, int) for s in v.shape) for v in values)
 
     def roots(self) -> list[fx.Node]:
-        """Results that something else reads, made by more than moving one weight's values."""
+        """Return the constant results that other ops read, except those that only move one weight's values."""
         return [
             n for n in self.leaves
             if n.op == "call_function" and ir.tensor_of(n) is not None and not self.is_moved_weight(n)
@@ -94,7 +94,7 @@ class _Fold:
         freed = [leaf for leaf in leaves if self.only_for(leaf, node)]
         if ir.nbytes(value) > sum(ir.nbytes(leaf.meta["val"]) for leaf in freed) + ROOM:
             return False
-        in_order = (n for n in self.graph.nodes if n in leaves)  # so that a name does not depend on addresses
+        in_order = (n for n in self.graph.nodes if n in leaves)  # so that names do not depend on memory addresses
         like = max(in_order, key=lambda leaf: ir.nbytes(leaf.meta["val"]))
         make = partial(_evaluate, _program(node), {leaf.name: self.weights[leaf].make for leaf in leaves})
         new = self.weights.add(self.graph, like, "value", make, value)
@@ -104,7 +104,7 @@ class _Fold:
         return True
 
     def only_for(self, leaf: fx.Node, root: fx.Node) -> bool:
-        """Whether a weight is read for this result and for nothing else."""
+        """True if a weight is read for this result and for nothing else."""
         seen, todo = set(), list(leaf.users)
         while todo:
             node = todo.pop()
@@ -118,7 +118,7 @@ class _Fold:
 
 
 def _program(root: fx.Node) -> list[fx.Node]:
-    """The nodes that make a result, in order."""
+    """Return the nodes that compute a result, in order."""
     wanted, todo = {root}, [root]
     while todo:
         for node in todo.pop().all_input_nodes:
@@ -129,7 +129,7 @@ def _program(root: fx.Node) -> list[fx.Node]:
 
 
 class _Step:
-    """A node as it was: the graph may lose it before its value is made."""
+    """A copy of a node: it may be removed from the graph before its value is computed."""
 
     def __init__(self, node: fx.Node) -> None:
         self.op, self.target, self.name = node.op, node.target, node.name

@@ -1,14 +1,14 @@
-"""fold_views: views of views, and copies that nothing needs, are left out.
+"""fold_views: remove views of views, and copies that nothing needs.
 
 1. ``t(t(x))``  →  ``x``; likewise two transpositions of the same dimensions
-2. ``view(view(x, …), shape)``  →  ``view(x, shape)``, where the shape is known and x itself can be seen so
+2. ``view(view(x, …), shape)``  →  ``view(x, shape)``, where the shape is known and x itself can be viewed like that
 3. ``view(x, its own shape)``, ``expand(x, its own shape)``  →  ``x``
 4. ``clone(x)``  →  ``x`` (dropout in eval mode is one), unless the copy or x is written to, an input or a result (which
-   may be written later), or the copy lies in memory in another order
+   may be written later), or the copy has a different memory layout
 5. ``cast(clone(cast(x: bf16, f32)), c64)``  →  ``cast(x, c64)``: where rules 1 to 4 bring two casts together, they are
    folded as ``fold_casts`` would have done, and two equal ones become one
 
-Autograd writes each of them down, and each is an op to dispatch: six transpositions a linear layer, of which two are
+Autograd records each of them, and each is an op to dispatch: six transpositions per linear layer, of which two are
 needed. Inductor does the same by itself.
 
 Requires: functional; the eager backend. Ensures: viewed. A second run changes nothing.
@@ -43,7 +43,7 @@ def _fold(graph: fx.Graph) -> bool:
     returned = ir.output_nodes(graph)
     classes = ir.alias_classes(graph)
     frozen = {classes[n] for n in written}
-    # an input may be written after the graph has run, and so may a result by who gets it
+    # an input may be written to after the graph has run, and a result by the caller
     shown = {classes[n] for n in returned} | {classes[n] for n in graph.nodes if n.op == "placeholder"}
     modified = False
     for node in list(graph.nodes):
@@ -66,7 +66,7 @@ def _fold(graph: fx.Graph) -> bool:
 
 
 def _fold_cast(cast: fx.Node, returned: set[fx.Node], written: set[fx.Node]) -> None:
-    """Rule 5, for a cast that reads something else now."""
+    """Apply rule 5 to a cast whose source has changed."""
     source = ir.cast_source(cast)
     while ir.is_cast(source) and source not in written and ir.cast_source(source) not in written:
         value = ir.tensor_of(ir.cast_source(source))
@@ -86,7 +86,7 @@ def _fold_cast(cast: fx.Node, returned: set[fx.Node], written: set[fx.Node]) -> 
 
 
 def _same(node: fx.Node) -> fx.Node | None:
-    """What a view shows unchanged."""
+    """Return the source of a view that changes nothing; None for other nodes."""
     inner = node.args[0] if node.args else None
     if not isinstance(inner, fx.Node):
         return None
@@ -106,7 +106,7 @@ def _dims(node: fx.Node) -> set[object]:
 
 
 def _shorten(node: fx.Node) -> bool:
-    """A view of a view becomes a view of the first."""
+    """Turn a view of a view into a view of the first one's source; True if it was possible."""
     inner = node.args[0] if node.args else None
     if node.target not in _VIEWS or not isinstance(inner, fx.Node) or inner.target not in _VIEWS:
         return False
@@ -114,7 +114,7 @@ def _shorten(node: fx.Node) -> bool:
     value, wanted = ir.tensor_of(source) if isinstance(source, fx.Node) else None, ir.tensor_of(node)
     if value is None or wanted is None or not _known(value) or not _known(wanted):
         return False
-    if not value.is_contiguous():  # then whether it can be seen in another shape is a longer question
+    if not value.is_contiguous():  # whether another shape is possible is then harder to tell
         return False
     node.update_arg(0, source)
     return True
@@ -125,7 +125,7 @@ def _known(value: torch.Tensor) -> bool:
 
 
 def _alike(node: fx.Node, other: fx.Node) -> bool:
-    """The same shape, and the same order in memory."""
+    """True if both have the same shape and the same memory layout."""
     one, two = ir.tensor_of(node), ir.tensor_of(other)
     if one is None or two is None or not _known(one) or not _known(two):
         return False

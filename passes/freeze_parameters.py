@@ -1,16 +1,18 @@
-"""freeze_parameters: a weight is rounded once, at conversion, and stored in the precision that its readers want.
+"""freeze_parameters: round each weight once, at conversion, and store it in the precision that its readers want.
 
 1. ``linear(x, cast(w: f32, bf16))``, nothing else reads ``w``  →  ``linear(x, w: bf16)``: stored low
-2. ``linear(x, cast(w, bf16)), exp(w)``  →  ``linear(x, w_bf16), exp(w)``: stored twice, each once, however many readers
+2. ``linear(x, cast(w, bf16)), exp(w)``  →  ``linear(x, w_bf16), exp(w)``: stored twice, once per dtype, however many
+   readers
 3. ``cast(t(w), bf16)``  →  ``t(w: bf16)``, ``cast(embedding(w, ids), bf16)``  →  ``embedding(w: bf16, ids)``: an op
-   that only moves or selects values of a weight stands between it and the rounding, and commutes with it. If something
-   reads the weight in fp32 too, ``t(w)`` is as in rule 2, and what was looked up is rounded when the model runs, which
-   costs less than a second table
-4. a weight that ``cond`` hands to its branches is stored low if they all want it so, and as it is otherwise
-5. a weight that the low dtype turns to inf, or all of it to 0, stays fp32 with its cast, and is reported
+   that only moves or selects values of a weight is between it and the rounding, and commutes with it. If something
+   also reads the weight in fp32, ``t(w)`` is handled as in rule 2, and the result of a lookup is rounded when the model
+   runs, which costs less than a second table
+4. a weight that ``cond`` passes to its branches is stored low if all of them want it low, and as it is otherwise
+5. a weight that overflows in the low-precision dtype, or becomes all zeros, stays fp32 with its cast, and is reported
 6. a weight that nothing reads is not stored
 
-What is written to is no weight: its casts stay. No value changes, and after it no cast of a weight runs.
+A tensor that is written to doesn't count as a weight: its casts stay. No value changes, and no cast of a weight is left
+to run.
 
 Requires: cast; ``cast_params``; and ``ctx.weights``: without them it does nothing. Ensures: cast, frozen. A second run
 changes nothing.
@@ -48,7 +50,7 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
 
 
 def _in_branches(user: fx.Node, node: fx.Node) -> list[fx.Node]:
-    """The inputs of the branches of a ``cond`` that stand for ``node``; none if not all branches can be seen."""
+    """Return the inputs of the branches of a ``cond`` that stand for ``node``; none if a branch is not visible."""
     owner = user.graph.owning_module
     if ir.op_name(user) != "higher_order::cond" or owner is None:
         return []
@@ -102,7 +104,7 @@ class _Freeze:
         return moves(node) and self.is_inner(node)
 
     def is_inner(self, node: fx.Node) -> bool:
-        """True unless a value, or a view of it, is given to the caller or written to."""
+        """True unless a value, or a view of it, is returned to the caller or written to."""
         if node.graph not in self._memory:
             self._memory[node.graph] = ir.written_nodes(node.graph), ir.alias_classes(node.graph)
         written, classes = self._memory[node.graph]
@@ -118,8 +120,8 @@ class _Freeze:
         return True
 
     def wanted(self, node: fx.Node, constant: bool = False) -> set[torch.dtype | None]:
-        """The low dtypes that readers of a weight round it to; None stands for a reader that takes it as it is.
-        ``constant``: leave out what depends on an input of the model as well, such as a lookup."""
+        """Return the dtypes that readers of a weight round it to; None stands for a reader that uses it as it is.
+        ``constant``: ignore readers that also depend on an input of the model, such as a lookup."""
         found: set[torch.dtype | None] = set()
         for user in node.users:
             if self.is_rounding(user):
@@ -135,7 +137,7 @@ class _Freeze:
         return found
 
     def now_low(self, node: fx.Node, low: torch.dtype) -> None:
-        """``node`` is low now, and all its readers want that."""
+        """Update the graph after ``node`` has become low, as all its readers want it."""
         for user in list(node.users):
             if self.is_rounding(user) or ir.is_cast(user):
                 user.replace_all_uses_with(node)
@@ -153,7 +155,7 @@ class _Freeze:
                 self.now_low(user, low)
 
     def read_low(self, node: fx.Node, rounded: fx.Node, low: torch.dtype) -> None:
-        """Those readers of ``node`` that round it to ``low`` read ``rounded``, the same value already rounded."""
+        """Let the readers of ``node`` that round it to ``low`` read ``rounded``, the same value already rounded."""
         for user in list(node.users):
             if self.is_rounding(user) and ir.cast_dtype(user) is low:
                 user.replace_all_uses_with(rounded)

@@ -1,16 +1,16 @@
-"""fuse_cast_matmul: a matrix product rounds its operands as it reads them, and gives a weight gradient in fp32.
+"""fuse_cast_matmul: let a matrix product round its operands as it reads them, and return a weight gradient in fp32.
 
 1. ``mm(cast(x, bf16), t(cast(w, bf16)))``  →  ``cast_matmul(x, t(w), None, bf16, bf16)``; likewise ``addmm`` with its
-   bias, and ``bmm``. A cast goes in only if what it reads is an input of the graph (which is there anyway) or nothing
-   else reads it, and only if all that read the low copy are such products: where the low copy is needed, it is read.
+   bias, and ``bmm``. A cast is absorbed only if its source is an input of the graph (which exists anyway) or has no
+   other reader, and only if all readers of the low copy are such products: where a low copy is needed, it is read.
 2. ``unscale([t(mm(g, x): bf16)])``, ``return cast(mm(g, x): bf16, f32)``  →  ``cast_matmul(g, x, None, bf16, f32)``, in
-   the backward: a gradient that is wanted in fp32 comes out of the sum in fp32, and is never rounded to low; likewise
-   one that is cast to fp32 to be sent to other processes
-3. on a CPU that computes low products in fp32 (``kernels/cpu.py``) every product of low operands becomes one; on one
-   that has low-precision units none does
+   the backward: a gradient that is wanted in fp32 keeps the fp32 sum of the product, and is never rounded to low;
+   likewise one that is cast to fp32 to be sent to other processes
+3. on a CPU that computes low-precision products in fp32 (``kernels/cpu.py``), every product of low operands is
+   replaced; on a CPU with low-precision units, none is
 
-Off with ``Policy.torch``, whose results are autocast's to the bit. On a GPU under Inductor products are left as they
-are: it fuses casts by itself.
+Off with ``Policy.torch``, whose results are bit-identical to autocast's. On a GPU under Inductor, products are left as
+they are: it fuses casts by itself.
 
 Requires: folded. Ensures: folded, fused. A second run changes nothing.
 """
@@ -31,7 +31,7 @@ from amp_compiler.rewrite.facts import FOLDED, FUSED
 from amp_compiler.rewrite.facts.functional import PRODUCTS, takes_bias
 
 aten = torch.ops.aten
-#: ops that only name the elements in another order: a cast commutes with them, and a product reads through them
+#: ops that only change the order of the elements: a cast commutes with them, and a product reads through them
 _VIEWS = {aten.t.default, aten.transpose.int, aten.permute.default}
 
 
@@ -61,12 +61,12 @@ def _is_low_product(node: fx.Node, devices: Sequence[str]) -> bool:
     if value is None or value.dtype not in ir.LOW_DTYPES or value.device.type not in devices:
         return False
     if value.device.type == "cpu" and not runs_wide(value.dtype):
-        return False  # a CPU with low-precision units: torch's own product is the faster one
+        return False  # a CPU with low-precision units: torch's own product is faster
     return takes_bias(node) and not node.kwargs
 
 
 def _operands(node: fx.Node) -> list[fx.Node | None]:
-    """(left, right, bias)."""
+    """Return (left, right, bias)."""
     if node.target is aten.addmm.default:
         bias, left, right = node.args
     else:
@@ -78,7 +78,7 @@ def _operands(node: fx.Node) -> list[fx.Node | None]:
 
 
 def _cast_behind(node: fx.Node | None) -> fx.Node | None:
-    """The cast from fp32 that an operand is, possibly seen in another order."""
+    """Return the cast from fp32 that an operand is, possibly through a view; None if it isn't one."""
     while node is not None and node.target in _VIEWS:
         source = node.args[0]
         node = source if isinstance(source, fx.Node) else None
@@ -106,8 +106,8 @@ def _absorbable(products: list[fx.Node]) -> set[fx.Node]:
 
 
 def _without_cast(graph: fx.Graph, node: fx.Node, cast: fx.Node, product: fx.Node) -> fx.Node:
-    """The operand again, in the same order of elements, from what the cast reads. A view that was taken in the forward
-    is the backward's own now, if the product is: torch's partitioners go by that mark."""
+    """Return the operand without the cast, with the same view of its source. If the product is in the backward, a view
+    from the forward is marked as the backward's too: torch's partitioners rely on that mark."""
     if node is cast:
         return ir.cast_source(cast)
     source = _without_cast(graph, node.args[0], cast, product)  # type: ignore[arg-type]
@@ -121,7 +121,7 @@ def _without_cast(graph: fx.Graph, node: fx.Node, cast: fx.Node, product: fx.Nod
 
 
 def _wide_reader(node: fx.Node) -> fx.Node | None:
-    """The cast to fp32 or the unscale that alone reads the product, possibly in another order of elements."""
+    """Return the cast to fp32 or the unscale that is the only reader of the product, possibly through a view."""
     while len(node.users) == 1:
         (user,) = node.users
         if ir.op_name(user) == "amp::unscale" and node.meta["val"].dtype in ir.LOW_DTYPES:
@@ -151,7 +151,7 @@ def _replace(
         if any(new is not old for new, old in zip(given, operands, strict=True)):
             reasons.append("rounds an operand as it reads it")
         if wide:
-            reasons.append("its sum is wanted in float32")
+            reasons.append("its result is wanted in float32")
         out = torch.float32 if wide else low
         new = graph.call_function(torch.ops.amp.cast_matmul.default, (*given, low, out))
     new.meta = dict(node.meta)
@@ -164,7 +164,7 @@ def _replace(
 
 
 def _widen_readers(graph: fx.Graph, node: fx.Node) -> None:
-    """The views behind a product that is fp32 now are fp32 too, and a cast to fp32 does nothing any more."""
+    """Make the views of a product that is now fp32 fp32 too, and remove casts to fp32, which do nothing any more."""
     for user in list(node.users):
         if user.target in _VIEWS:
             user.meta["val"] = ir.retype(user.meta["val"], torch.float32)

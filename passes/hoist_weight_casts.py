@@ -1,6 +1,6 @@
-"""hoist_weight_casts: weights are cast to low once per update, not once per micro-batch.
+"""hoist_weight_casts: cast weights to low precision once per update, not once per micro-batch.
 
-``w_low = cast(w)``  →  ``w_low`` is an input of the graph; a second graph, run once per update, makes it from ``w``
+``w_low = cast(w)``  →  ``w_low`` is an input of the graph; a second graph, run once per update, computes it from ``w``
 
 Only where micro-batches are accumulated: there a weight keeps its value from one to the next. With one batch per update
 there is nothing to gain, and the low copy would live longer than the step.
@@ -34,7 +34,7 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
     made: list[fx.Node] = []
     for cast in casts:
         source = ir.cast_source(cast)
-        with graph.inserting_before(source):  # torch's partitioners know an input of the forward by its name
+        with graph.inserting_before(source):  # torch's partitioners recognize inputs of the forward by name
             low = graph.placeholder(f"primals_low_{source.name}_{len(made)}")
         low._rename(f"low_{source.name}")
         low.meta.update({**cast.meta, ir.ROLE: ir.Role("low", source.meta[ir.ROLE].index)})

@@ -1,15 +1,15 @@
 """insert_casts: make the graph do what ``assign_precision`` decided.
 
-0. a dtype or a number that followed a dtype  →  the one decided for it; then a cast of the author's to the dtype
+0. a dtype or a number that followed a dtype  →  the one decided for it; then a cast in the model's code to the dtype
    that its source has anyway  →  its source
 1. ``linear(x, w)`` decided low  →  ``x_low = cast(x); w_low = cast(w); linear(x_low, w_low)``
-2. each cast stands immediately before the op that needs it, one for each use, so that autograd adds up
-   gradients where torch.autocast's would (they are merged after autodiff, by ``fold_casts``)
+2. each cast is placed right before the op that needs it, one for each use, so that autograd adds up
+   gradients where it would under torch.autocast (``fold_casts`` merges casts after autodiff)
 3. a parameter (a leaf that needs a gradient) is cast once, before its first use, unless it is written to
 4. a node kept "as traced" gets its arguments back in the dtypes that it was traced with
 5. outputs get the dtype that the fp32 model gave them, unless ``keep_output_dtypes`` is off
 
-Afterwards ``node.meta["val"]`` is what each node really gives. Requires: assigned. Ensures: cast.
+Afterwards ``node.meta["val"]`` is what each node really returns. Requires: assigned. Ensures: cast.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _insert(gm: fx.GraphModule, keep_outputs: bool) -> bool:
 
 
 def _arguments(graph: fx.Graph) -> bool:
-    """Dtype and number arguments as decided."""
+    """Set dtype and number arguments as decided; True if one changed."""
     modified = False
     for node in graph.nodes:
         known = ir.decision(node)
@@ -107,10 +107,10 @@ def _arguments(graph: fx.Graph) -> bool:
 
 
 def _drop_empty_casts(graph: fx.Graph) -> bool:
-    """A cast to the dtype that its source now has gives its source back, in torch as here.
+    """Replace a cast to the dtype that its source now has by the source, which is what torch would return.
 
-    It stays for an output, and for a node that takes what it was traced with, until these have been seen to: in the
-    trace the two differ.
+    The cast stays for an output, and for a node that needs the dtypes it was traced with, until these have been
+    handled: in the trace, the cast and its source differ.
     """
     modified = False
     for node in list(graph.nodes):
@@ -134,7 +134,7 @@ def _drop_empty_casts(graph: fx.Graph) -> bool:
 
 
 def wanted_dtype(known: Decision, name: str, value: fx.Node, written: frozenset[str]) -> torch.dtype | None:
-    """The dtype that an argument has to be cast to, or None where it fits as it is."""
+    """Return the dtype that an argument has to be cast to, or None if it fits as it is."""
     has, traced = ir.dtype_of(value), ir.tensor_of(value)
     if traced is None or has is None:
         return None
@@ -152,9 +152,9 @@ def _is_parameter(node: fx.Node) -> bool:
 
 
 def _restore_outputs(gm: fx.GraphModule, node: fx.Node, cast: Any, only: set[int] | None) -> bool:
-    """Give each output the dtype that the model gives it: as traced, or as ``gm.meta`` says where tracing lost it.
+    """Cast each output to the dtype that the model returns: as traced, or as in ``gm.meta`` where tracing lost it.
 
-    ``only``: positions to look at. Outputs that are views of one value stay views of one value.
+    ``only``: the positions to look at. Outputs that are views of one value stay views of one value.
     """
     flat, spec = pytree.tree_flatten(node.args[0])
     given = gm.meta.get(ir.OUTPUT_DTYPES, [])
@@ -187,14 +187,14 @@ def _again(
     value: fx.Node, root: fx.Node, dtype: torch.dtype, before: fx.Node, cast: Any,
     done: dict[tuple[fx.Node, torch.dtype], fx.Node],
 ) -> fx.Node:  # fmt: skip
-    """``value``, a view of ``root``, as the same view of ``root`` cast to ``dtype``."""
+    """Return ``value``, a view of ``root``, as the same view of ``root`` cast to ``dtype``."""
     if (value, dtype) not in done:
         if value is root or not value.all_input_nodes:
             done[value, dtype] = cast(value, dtype, before)
         else:
             source = value.all_input_nodes[0]
             viewed = _again(source, root, dtype, before, cast, done)
-            if ir.is_cast(value):  # it gave its source back where it was traced
+            if ir.is_cast(value):  # when it was traced, it returned its source
                 done[value, dtype] = viewed
                 return viewed
             with value.graph.inserting_before(before):
@@ -210,7 +210,7 @@ def _again(
 
 
 def _bodies(gm: fx.GraphModule, node: fx.Node, known: Decision) -> bool:
-    """Rewrite the graphs inside a higher-order node; a sealed one gives back the dtypes it was traced with."""
+    """Rewrite the graphs inside a higher-order node; a sealed one returns the dtypes it was traced with."""
     modified = False
     if known.rule in (Rule.TRANSPARENT, Rule.SEALED):
         for _, inner in ir.subgraphs(gm, node):

@@ -1,14 +1,14 @@
-"""mark_dtype_origin: which dtypes and numbers in the graph are the author's choice, and which followed a dtype.
+"""mark_dtype_origin: find which dtypes and numbers in the graph the author chose, and which followed another dtype.
 
-The graph was traced in fp32, its twin (``ctx.twin``) in the low dtype. The two are laid side by side, by op, source
-line and module; then, for each pair of nodes:
+The graph was traced in fp32, its twin (``ctx.twin``) in low precision. The two are aligned by op, source line and
+module; then, for each pair of nodes:
 
 1. ``to(x, f32)`` in both           →  explicit: the author wants fp32 there, at every level
 2. ``to(x, f32)`` and ``to(x, bf16)``  →  follows: the code wrote ``x.to(y.dtype)``; the same for ``dtype=`` arguments
-3. ``-3.4e38`` and ``-65504``         →  the number is the dtype's own; both are noted
+3. ``-3.4e38`` and ``-65504``         →  the number is a limit of the dtype; both are recorded
 4. ``torch.tensor(v, dtype=y.dtype)``, a constant of one value  →  ``full([...], v, dtype=f32)``, then as 2 and 3
 5. a cast that only the twin has    →  added here, because ``if x.dtype != d: x = x.to(d)`` skipped it in fp32
-6. a use of ``x.float()`` where the twin uses ``x``  →  put right (a tracer may take the one for the other in fp32)
+6. a use of ``x.float()`` where the twin uses ``x``  →  corrected (in fp32 a tracer may confuse the two)
 7. other code in one of them only (``if x.dtype == torch.float16: x = x.clamp(...)``)  →  what it touches stays fp32,
    and the user is told which line it is
 
@@ -35,12 +35,12 @@ from amp_compiler.rewrite.base import Context, Dialect, Pass
 from amp_compiler.rewrite.facts import NORMALIZED, ORIGIN
 
 aten = torch.ops.aten
-#: what a tracer puts behind a constant tensor of the code
+#: ops that a tracer inserts after a constant tensor of the code
 LIFTS = ("lift_fresh_copy", "lift_fresh", "lift")
 #: nodes of a trace that compute nothing
 SILENT = ("_assert_tensor_metadata", "_enter_autocast", "_exit_autocast", "_set_grad_enabled", "scope")
 Pairs = dict[fx.Node, fx.Node]
-#: the name of code that a tracer wrote has another number in each trace
+#: the name of code that a tracer generated has a different number in each trace
 _GENERATED = re.compile(r"<eval_with_key>\.\d+")
 
 
@@ -54,7 +54,7 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
 
 
 class _Comparison:
-    """One graph beside its twin; graphs inside higher-order nodes are compared in the same way."""
+    """Compares one graph with its twin; graphs inside higher-order nodes are compared in the same way."""
 
     def __init__(self, gm: fx.GraphModule, twin: fx.GraphModule, ctx: Context) -> None:
         self.gm, self.twin, self.ctx = gm, twin, ctx
@@ -77,7 +77,7 @@ class _Comparison:
             if ir.is_higher_order(ours):
                 self.bodies(ours, theirs)
         for node in alone:
-            self.doubt(node, f"the model's code takes another way in {dtype_name(self.low)}")
+            self.doubt(node, f"the model's code takes a different path in {dtype_name(self.low)}")
         for theirs in self.calls(self.twin):
             if theirs not in self.ours and not self.skipped_cast(theirs):
                 self.guarded(theirs)
@@ -87,16 +87,16 @@ class _Comparison:
                 self.modified = True
         return self.modified
 
-    # -------------------------------------------------------------------------------------- side by side
+    # ----------------------------------------------------------------------------------------- alignment
 
     def align(self) -> tuple[Pairs, list[fx.Node]]:
-        """Pairs of nodes that are one line's op in both graphs, and the nodes that have no partner."""
+        """Return pairs of nodes that are the same line's op in both graphs, and the nodes without a partner."""
         pairs: Pairs = {}
         for op in ("placeholder", "get_attr", "output"):
             mine, other = (self.of_kind(gm, op) for gm in (self.gm, self.twin))
             if len(mine) == len(other):
                 pairs.update(zip(mine, other, strict=True))
-            else:  # code for one dtype alone uses a parameter more
+            else:  # code for only one of the dtypes uses an additional parameter
                 named = {n.name: n for n in other}
                 pairs.update({n: named[n.name] for n in mine if n.name in named})
         mine, other = self.calls(self.gm), self.calls(self.twin)
@@ -127,7 +127,7 @@ class _Comparison:
                 self.modified = True
 
     def spelled_out(self, ours: fx.Node, theirs: fx.Node) -> fx.Node:
-        """For a constant of one value whose dtype followed another: the same as a ``full`` node."""
+        """Return a constant of one value whose dtype followed another as a ``full`` node; other nodes unchanged."""
         if ours.op != "call_function" or ir.op_name(ours) not in LIFTS or ir.op_name(theirs) not in LIFTS:
             return ours
         mine, low = ir.constant(self.gm, ours.args[0]), ir.constant(self.twin, theirs.args[0])
@@ -170,7 +170,8 @@ class _Comparison:
         )  # fmt: skip
 
     def asked(self, ours: fx.Node, theirs: fx.Node, key: str = ir.DTYPE_OF) -> str:
-        """The name of the node whose dtype a cast names: ``x.to(y)`` says it, ``x.to(y.dtype)`` was followed."""
+        """Return the name of the node whose dtype a cast names: explicit in ``x.to(y)``, followed in the trace for
+        ``x.to(y.dtype)``."""
         if key in ours.meta:
             return str(ours.meta[key])
         found = self.by_name.get(theirs.meta.get(key, ""))
@@ -178,7 +179,7 @@ class _Comparison:
         return other.name if other is not None else ""
 
     def doubt(self, node: fx.Node, why: str) -> None:
-        """Keep a node in fp32 and tell the user, once a line."""
+        """Keep a node in fp32 and tell the user, once per line."""
         known = self.found.get(node, Origin())
         if node.op != "call_function" or known.unsure or not any(ir.is_eligible(v) for v in ir.tensor_outputs(node)):
             return
@@ -188,19 +189,19 @@ class _Comparison:
             self.ctx.notes.append(f"{line}: stays in fp32, because {why}")
 
     def guarded(self, theirs: fx.Node) -> None:
-        """Code that only the twin has: what goes into it was treated there and is not here."""
+        """Keep in fp32 the inputs of code that only the twin runs, since this graph lacks that code."""
         line = ir.source_line(theirs) or ir.op_name(theirs)
         for source in theirs.all_input_nodes:
             while self.skipped_cast(source) and source not in self.added:
                 source = ir.cast_source(source)
             ours = self.counterpart(source)
             if ours is not None:
-                self.doubt(ours, f"in {dtype_name(self.low)} alone the model's code does more with it ({line})")
+                self.doubt(ours, f"only in {dtype_name(self.low)}, the model's code does more with it ({line})")
 
     # -------------------------------------------------------------------------------------------- edges
 
     def rewire(self, ours: fx.Node, theirs: fx.Node) -> None:
-        """Where both use the same value, but the twin before or after a cast, do as the twin."""
+        """Where both use the same value, but the twin before or after a cast, follow the twin."""
         mine = [n for n in pytree.tree_leaves((ours.args, ours.kwargs)) if isinstance(n, fx.Node)]
         other = [n for n in pytree.tree_leaves((theirs.args, theirs.kwargs)) if isinstance(n, fx.Node)]
         if len(mine) != len(other):
@@ -216,7 +217,7 @@ class _Comparison:
             self.modified = True
 
     def counterpart(self, theirs: fx.Node, before: fx.Node | None = None) -> fx.Node | None:
-        """The graph's node for one of the twin's; a cast that only the twin has is added, ``before`` a node."""
+        """Return the graph's node for one of the twin's; a cast that only the twin has is added, ``before`` a node."""
         found = self.ours.get(theirs) or self.added.get(theirs)
         if found is not None or before is None or not self.skipped_cast(theirs):
             return found
@@ -234,7 +235,7 @@ class _Comparison:
         return new
 
     def skipped_cast(self, theirs: fx.Node) -> bool:
-        """A float cast of the twin's that the graph does not have."""
+        """True for a float cast in the twin that the graph does not have."""
         if theirs in self.ours or not ir.is_conversion(theirs) or not theirs.args:
             return False
         source = theirs.args[0]
@@ -243,18 +244,18 @@ class _Comparison:
         return ir.is_eligible(ir.tensor_of(source)) and ir.is_eligible(ir.tensor_of(theirs))
 
 
-# ------------------------------------------------------------------------------------------- small facts
+# ----------------------------------------------------------------------------------------------- helpers
 
 
 def _key(node: fx.Node) -> tuple[str, str, str]:
     name = ir.op_name(node)
     name = "cast" if ir.is_conversion(node) else "full" if name in LIFTS else name
-    name = "detach" if name == "detach_" else name  # the twin is as it was traced, the graph is normalized
+    name = "detach" if name == "detach_" else name  # the graph is normalized, the twin is not
     return name, _GENERATED.sub("", node.meta.get("stack_trace") or ""), ir.module_path(node)
 
 
 def _matching(mine: Sequence[Any], other: Sequence[Any]) -> list[tuple[int, int | None]]:
-    """For each position of ``mine`` the position of its partner in ``other``, or None."""
+    """Return, for each position of ``mine``, the position of its partner in ``other``, or None."""
     start = 0
     while start < min(len(mine), len(other)) and mine[start] == other[start]:
         start += 1
@@ -274,7 +275,7 @@ def _result(node: fx.Node) -> torch.dtype | None:
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """The value before any cast from fp32 to fp32."""
+    """Return the value before any cast from fp32 to fp32."""
     while ir.is_conversion(node) and isinstance(node.args[0], fx.Node):
         source = node.args[0]
         if _result(source) is not torch.float32 or _result(node) is not torch.float32:

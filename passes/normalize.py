@@ -2,12 +2,12 @@
 
 1. ``x.float()``, ``x.to(y)``, ``x.type_as(y)``, ``aten._to_copy(x, dtype=d)``  →  ``aten.to.dtype(x, d)``
 2. ``_assert_tensor_metadata(x, dtype=f32)``  →  dropped: it asserts dtypes that the rewrite changes;
-   ``detach_(x)``, which tracers put behind constants  →  ``detach(x)``: it writes nothing
+   ``detach_(x)``, which tracers insert after constants  →  ``detach(x)``: it writes nothing
 3. ``_enter_autocast(...) … _exit_autocast(...)`` and ``amp.scope("float32") … amp.scope("")`` (a ``precision``
-   scope)  →  dropped; the nodes between carry the innermost region, and how deep in the modules it was opened
-4. ``amp.scope(policy) … amp.scope("")``, a part that was compiled by itself  →  dropped; the nodes between carry its
-   policy. A ``precision`` scope around it goes on inside, an autocast region does not: the policy wins. ``O0`` beside
-   other levels becomes a region of fp32, because it must take no low values from them.
+   scope)  →  dropped; the nodes between are annotated with the innermost region, and how deep in the modules it began
+4. ``amp.scope(policy) … amp.scope("")``, a part that was compiled by itself  →  dropped; the nodes between are
+   annotated with its policy. A ``precision`` scope around it applies inside too, but an autocast region does not: the
+   policy wins. ``O0`` inside other levels becomes a region of fp32, because it must not receive low values from them.
 
 Requires: captured. Ensures: normalized. A second run changes nothing.
 """
@@ -64,14 +64,14 @@ def _casts(graph: fx.Graph) -> bool:
             node.target, node.args, node.kwargs = aten.to.dtype, (node.args[0], value.dtype), {}
             modified = True
         if ir.is_cast(node) and _converts(node) and written & {node, ir.cast_source(node)}:
-            # it made a copy in fp32, and one side is written to: it must also where no conversion is left
+            # it made a copy in fp32, and one side is written to: it must copy even if no conversion is left
             node.args = (*node.args, False, True)
             modified = True
     return modified
 
 
 def _is_plain_cast(node: fx.Node) -> bool:
-    """A conversion that changes the dtype and nothing else, in one of its many spellings."""
+    """True for a conversion that changes only the dtype, in any of its spellings."""
     if not ir.is_conversion(node):
         return False
     named = dict(ir.schema_args(node))
@@ -98,7 +98,7 @@ Around = tuple[Region | None, Nested | None]
 
 
 def _entered(policy: Policy, root: str, region: Region | None, depth: int) -> Around:
-    """What is around the nodes of a part, given the region around the part."""
+    """Return what surrounds the nodes of a part, given the region around the part."""
     if policy.rewrites:
         return region, Nested(policy, root)
     return region or Region("level", torch.float32, depth), Nested(replace(policy, level="O1"), root)

@@ -1,4 +1,4 @@
-"""The order of the passes, top to bottom, and nothing else but running them.
+"""The order of the passes, from top to bottom, and the pipelines that run them.
 
 capture ─▶ normalize ─▶ mark_dtype_origin ─▶ assign_precision ─▶ insert_casts ─▶ autodiff
            └───────────────────────────── FORWARD ───────────────────────────┘
@@ -79,7 +79,7 @@ class Pipelines:
 
 
 def build(disable: Iterable[str] = ()) -> Pipelines:
-    """The pipelines, with the named passes switched off."""
+    """Return the pipelines, with the named passes switched off."""
     off = frozenset(check_names(disable))
     return Pipelines(
         forward=Pipeline(FORWARD, (facts.CAPTURED,), off),
@@ -94,7 +94,7 @@ def build(disable: Iterable[str] = ()) -> Pipelines:
 
 
 def check_names(names: Iterable[str]) -> list[str]:
-    """The names as a list; one that names no pass is an error that suggests the nearest."""
+    """Return the names as a list; raise, with the closest match as a hint, if one is not the name of a pass."""
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise ArgumentError(f"disable_passes must be a list of names: write [{names!r}].")
     given = list(names)

@@ -1,4 +1,4 @@
-"""reduce_gradients: the gradients of a step are averaged over the processes that train together, in buckets.
+"""reduce_gradients: average the gradients of a step over the processes that train together, in buckets.
 
 1. ``unscale([g_1, g_2, …])``  →  ``bucket = wait(all_reduce(cat([g_1, g_2]) / processes))``; ``unscale([bucket, …])``;
    ``gradient_i`` is its part of the unscaled bucket. A low-precision gradient is widened to fp32 first, unless
@@ -9,8 +9,8 @@
    holds the unscaled gradients of the earlier micro-batches; so a sum is reduced once per update.
 4. Without a loss scale the parts of the reduced buckets are the gradients themselves.
 
-The look for inf and NaN comes after the reduction: what one process has in a gradient, all have in the reduced one, so
-all skip together, without a collective of its own.
+The check for inf and NaN comes after the reduction: if one process has them in a gradient, all have them in the reduced
+one, so all skip together, without another collective.
 
 Requires: functional, step; gradients that several processes share. Ensures: reduced. A second run changes nothing.
 """
@@ -161,7 +161,8 @@ def _first(graph: fx.Graph) -> fx.Node:
 
 
 def _choose(gradients: list[Gradient], reduction: Reduction) -> Layout:
-    """Gradients in the order in which they are computed, each bucket of one dtype and at most the given size."""
+    """Choose buckets: gradients in the order in which they are computed, each bucket of one dtype and at most the given
+    size."""
     buckets: list[list[str]] = []
     held, dtype = 0, None
     for gradient in gradients:
@@ -176,7 +177,7 @@ def _choose(gradients: list[Gradient], reduction: Reduction) -> Layout:
 
 
 def _by_layout(gradients: list[Gradient], layout: Layout) -> list[list[Gradient]]:
-    """The gradients, bucket by bucket, in the order of the layout, which all processes share."""
+    """Return the gradients, bucket by bucket, in the order of the layout, which all processes share."""
     by_name = {gradient.name: gradient for gradient in gradients}
     wanted = [name for names in layout for name in names]
     if sorted(by_name) != sorted(wanted):

@@ -1,10 +1,10 @@
-"""reduce_in_place: a bucket of gradients is averaged, reduced and unscaled in the memory that it was packed into.
+"""reduce_in_place: average, reduce and unscale a bucket of gradients in the memory that it was packed into.
 
 1. ``div(cat(…), processes)``                →  ``div_(cat(…), processes)``
 2. ``all_reduce(div(…))``                    →  ``all_reduce_(div(…))``
 3. ``gradients, found = unscale([bucket])``  →  ``found = unscale_([bucket])``, if every bucket is fp32
 
-The graph is not functional afterwards, so it is among the last passes; Inductor does the same by itself.
+The graph is not functional afterwards, so this is one of the last passes; Inductor does the same by itself.
 
 Requires: reduced; the eager backend, no activation checkpointing. Ensures: reduced_in_place. A second run changes
 nothing.

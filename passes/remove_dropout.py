@@ -1,7 +1,7 @@
-"""remove_dropout: dropout that does nothing goes away.
+"""remove_dropout: remove dropout that does nothing.
 
 ``dropout(x, 0.5, False)``  →  ``x``; likewise ``alpha_dropout``, ``feature_dropout`` and their in-place forms, in eval
-mode or with a probability of 0. torch gives back ``x`` itself there, so nothing can tell the difference.
+mode or with a probability of 0. torch returns ``x`` itself there, so the difference cannot be observed.
 
 Dropout that the model's code asks for at inference (``F.dropout(x, training=True)``) stays.
 Requires: normalized. Ensures: normalized. A second run changes nothing.

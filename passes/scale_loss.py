@@ -1,4 +1,4 @@
-"""scale_loss: the loss's gradient times the scale, every gradient back to fp32 and unscaled, one look for inf and NaN.
+"""scale_loss: scale the gradient of the loss, unscale every gradient in fp32, and check all for inf and NaN at once.
 
 1. ``backward(tangent)``            →  ``backward(tangent * scale)``
 2. ``gradient_i = cast(g_i, f32)``  →  ``gradients, found = amp.unscale([g_1, g_2, …], 1 / scale, found)``: one op for
@@ -7,7 +7,7 @@
 4. ``new = batch_norm statistics``  →  ``where(found, saved, new)``: a skipped update leaves the model's state as it was
    before the update (``saved`` differs from the input only when micro-batches are accumulated)
 
-``found`` goes in too: 1 if an earlier micro-batch of the same update was not finite.
+``found`` is the overflow flag. It is also an input: 1 if an earlier micro-batch of the same update was not finite.
 
 Requires: functional, step (a joint graph whose inputs and outputs carry roles); a loss scale. Ensures: scaled.
 A second run changes nothing.
@@ -88,7 +88,7 @@ def _value(node: fx.Node) -> torch.Tensor:
 
 
 def _computed(gradient: fx.Node) -> fx.Node:
-    """The gradient in the dtype that it was computed in: ``amp::unscale`` widens what it reads."""
+    """Return the gradient in the dtype that it was computed in: ``amp::unscale`` widens what it reads."""
     widened = ir.is_float_cast(gradient) and _value(gradient).dtype == torch.float32
     return ir.cast_source(gradient) if widened and _value(ir.cast_source(gradient)).dtype in ir.LOW_DTYPES else gradient
 

@@ -1,11 +1,11 @@
-"""unscale_in_place: gradients are unscaled in the memory that they are in.
+"""unscale_in_place: unscale gradients in place, in their own memory.
 
 1. ``gradients, found = unscale([g_1, …])``  →  ``found = unscale_([cast(g_1, f32), …])``: each low gradient is widened
-   right where it is made, so that it can be freed, and no second set of gradients is written
+   right after it is computed, so that it can be freed, and no second set of gradients is written
 2. a gradient that shares its memory (an expanded value, one tensor for two parameters, an input) is cloned first
 
-The graph is not functional afterwards, so it is among the last passes; Inductor takes it as it is. Left alone is a
-graph with a sparse gradient, and one with a parameter that is not fp32: its gradient is unscaled in fp32 and
+The graph is not functional afterwards, so this is one of the last passes; Inductor accepts such a graph. A graph with a
+sparse gradient is left alone, and so is one with a parameter that is not fp32, whose gradient is unscaled in fp32 and
 rounded again.
 
 Requires: scaled; no activation checkpointing. Ensures: in_place. A second run changes nothing.

@@ -1,12 +1,12 @@
-"""widen_weights: on a CPU without low-precision units, products with a stored weight run in fp32 between two roundings.
+"""widen_weights: on a CPU without low-precision units, run products with a stored weight in fp32 between two roundings.
 
 ``mm(x: bf16, t(w: bf16))``  →  ``cast(mm(cast(x, f32), t(w_f32)), bf16)``; likewise ``addmm``, ``bmm`` and
 ``convolution``, with the bias. ``w_f32`` is the stored weight widened once, when the model is first called; a weight
-that is read transposed, as a linear layer's is, is kept so: the fp32 product is an eighth faster then.
+that is read transposed, like a linear layer's, is stored transposed, which makes the fp32 product an eighth faster.
 
 The numbers are those of ``amp::cast_matmul``: low operands, fp32 sums, one rounding. ``x`` is widened once for all
-products that read it, also through different views. The copies cost twice the memory of the low weights that they are
-made of; ``cache_weights = False`` on a converted model does without them.
+products that read it, even through different views. The copies need twice the memory of the low weights that they are
+made from; ``cache_weights = False`` on a converted model avoids them.
 
 Requires: functional; the eager backend, ``cache_weights``, kernels that are not compiled; and ``ctx.weights``: without
 them it does nothing. Ensures: functional. A second run changes nothing.
@@ -29,12 +29,12 @@ from amp_compiler.rewrite.conditions import CACHES_WEIGHTS, EAGER, KERNELS_IN_PY
 from amp_compiler.rewrite.facts import FUNCTIONAL
 
 aten = torch.ops.aten
-#: op -> places of its operands; the rest of its arguments are settings
+#: op -> the positions of its operands; its other arguments are settings
 PRODUCTS = {
     aten.mm.default: (0, 1), aten.bmm.default: (0, 1), aten.addmm.default: (0, 1, 2),
     aten.convolution.default: (0, 1, 2),
 }  # fmt: skip
-#: ops that name the elements of a weight in another way, without copying them
+#: ops that show the elements of a weight in another shape or order, without copying them
 VIEWS = {aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default, aten.unsqueeze.default,
          aten.expand.default}  # fmt: skip
 
@@ -58,7 +58,7 @@ class _Widen:
         self.graph, self.weights = graph, weights
         self.fixed = set(weights.fixed(graph))
         self.wide: dict[fx.Node, fx.Node] = {}  # value -> the same in fp32
-        self.turned: dict[fx.Node, fx.Node] = {}  # weight -> its transpose in fp32
+        self.turned: dict[fx.Node, fx.Node] = {}  # weight -> its transpose in fp32, contiguous
 
     def takes(self, node: fx.Node) -> bool:
         value = ir.tensor_of(node)
@@ -73,13 +73,13 @@ class _Widen:
         return [a for i, a in enumerate(node.args) if i in places and isinstance(a, fx.Node)]
 
     def root(self, node: fx.Node) -> fx.Node | None:
-        """The low weight that an operand is a view of."""
+        """Return the low weight that an operand is a view of; None if it isn't one."""
         while node.target in VIEWS:
             node = node.all_input_nodes[0]
         return node if node in self.fixed and node.meta["val"].dtype in ir.LOW_DTYPES else None
 
     def shows_all(self, node: fx.Node) -> bool:
-        """Whether a view has the elements of what it shows, each once: then that may be widened for all its views."""
+        """True if a view has each element of its source once: then the source may be widened for all its views."""
         return node.target is not aten.expand.default and len(node.all_input_nodes) == 1
 
     def product(self, node: fx.Node) -> None:

@@ -50,7 +50,7 @@ gc.set_threshold(200_000, 10, 10)
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: half a million objects that no garbage collection needs to look at again."""
+    """Exempt everything imported so far from garbage collection: half a million objects that stay anyway."""
     gc.collect()
     gc.freeze()
 
@@ -64,7 +64,7 @@ def no_guard_latency() -> None:
 
 @pytest.fixture(autouse=True)
 def same_random_numbers() -> None:
-    """Whichever tests ran before in this process."""
+    """Start each test with the same random state, whichever tests ran before in this process."""
     torch.manual_seed(0)
 
 

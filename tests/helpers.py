@@ -48,7 +48,7 @@ def context(
     keep: bool = True,
     modules: Any = None,
 ) -> Context:
-    """A pass context at a level, or with a policy of one's own."""
+    """A pass context at a level, or with a given policy."""
     return Context(policy or Policy(level, dtype), keep, modules or {})
 
 
@@ -56,7 +56,7 @@ def context(
 
 
 def fakes(*inputs: Any, mode: FakeTensorMode | None = None) -> tuple[FakeTensorMode, list[Any]]:
-    """A fake mode and the inputs as its fakes; what is no tensor stays."""
+    """A fake mode and the inputs as its fakes; non-tensors are passed through."""
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
     return mode, [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in inputs]
 
@@ -233,8 +233,8 @@ def fresh(values: Any) -> Any:
 
 
 def in_turn(*values: Sequence[Any]) -> list[Any]:
-    """Parameters of a test: all combinations of the values. Without the marker ``zoo`` it is every second one, such
-    that, of three or more kinds of values, any two still meet."""
+    """Parameters of a test: all combinations of the values. Without the marker ``zoo``, only every second one, chosen
+    so that, of three or more kinds of values, any two values still occur together."""
     return [
         pytest.param(*(v for _, v in case), marks=[] if sum(i for i, _ in case) % 2 == 0 else [pytest.mark.zoo])
         for case in itertools.product(*(enumerate(v) for v in values))

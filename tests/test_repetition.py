@@ -1,4 +1,4 @@
-"""Product code says nothing twice: no run of ten lines stands in two places."""
+"""Product code does not repeat itself: no run of ten lines occurs in two places."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def imports_of(text: str) -> set[int]:
 
 
 def repeated(texts: dict[str, str], length: int = LENGTH) -> list[str]:
-    """``a.py:10 and b.py:20`` for each run of ``length`` lines that stands in two places; one for each pair of runs,
+    """``a.py:10 and b.py:20`` for each run of ``length`` lines that occurs in two places; one for each pair of runs,
     however long they are."""
     places: dict[tuple[str, ...], list[tuple[str, int, int]]] = defaultdict(list)
     for name, text in texts.items():

@@ -40,7 +40,7 @@ def bad(batch: Batch) -> Batch:
 
 
 class Loop:
-    """The training loop that a user writes with torch alone; called like a training step, it gives back the loss.
+    """The training loop that a user writes with torch alone; called like a training step, it returns the loss.
 
     ``dtype``: that of ``torch.autocast``, which covers model and loss; None for fp32. ``scaler``: the GradScaler.
     """

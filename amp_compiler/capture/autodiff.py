@@ -1,4 +1,4 @@
-"""A rewritten forward graph → AOTAutograd → joint passes → something that runs.
+"""Take a rewritten forward graph through AOTAutograd and the joint passes to something that runs.
 
 Differentiation is torch's: the backward inherits the forward's precision by construction. Our joint passes
 run where the whole graph is visible: in the partitioner when gradients are needed, in the inference
@@ -31,8 +31,8 @@ def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], backend: st
 
 
 def _donate_nothing() -> None:
-    """Saved tensors given away to the backward would make ``backward(retain_graph=True)`` fail, which works
-    without us. torch 2.13 has no switch that survives until the backward runs, so clear the list it reads."""
+    """Keep saved tensors from being donated to the backward: ``backward(retain_graph=True)``, which works without us,
+    would fail. torch 2.13 has no switch that survives until the backward runs, so clear the list that it reads."""
     context = torch._guards.TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:
         context.fw_metadata.bw_donated_idxs = []
@@ -88,7 +88,7 @@ def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], joint: JointPas
         _decompose_casts(graph)
 
     patches = {
-        # without it Inductor keeps fp32 where the graph asks for a rounding to the low dtype
+        # otherwise Inductor keeps fp32 where the graph asks for rounding to the low-precision dtype
         "emulate_precision_casts": True,
         "joint_custom_pre_pass": before_joint_passes,
     }
@@ -101,8 +101,8 @@ def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], joint: JointPas
 
 
 def _decompose_casts(graph: fx.Graph) -> None:
-    """Inductor takes ops apart while a graph is traced, and has no code for those; passes that run later write casts
-    as ``_to_copy``, which is one of them (torch 2.13 fails with "both a fallback and a decomp")."""
+    """Decompose ``_to_copy``, which passes insert as casts. Inductor decomposes it while it traces a graph and has no
+    code for it, but these passes run later (torch 2.13 fails with "both a fallback and a decomp")."""
     for node in graph.nodes:
         if node.target is torch.ops.aten._to_copy.default and ir.is_cast(node):
             node.args = (ir.cast_source(node), ir.cast_dtype(node))
@@ -116,11 +116,12 @@ def _decompose_casts(graph: fx.Graph) -> None:
 def joint_graph(
     gm: fx.GraphModule, example_inputs: Sequence[Any], state: set[int], decompositions: Any = None
 ) -> fx.GraphModule:
-    """The joint graph of a forward graph whose output ``gm.meta[LOSS]`` is the loss, flat, each input and output with
-    its ``Role``. ``state``: the inputs that are the model's own, which a skipped update must leave as they were.
+    """Return the joint graph of a forward graph whose output ``gm.meta[LOSS]`` is the loss. It has flat inputs and
+    outputs, each with its ``Role``. ``state``: the inputs that belong to the model, which a skipped update must not
+    change.
 
-    torch 2.13 internals: ``aot_export_joint_with_descriptors`` (the one entrance to AOTAutograd that gives the joint
-    graph with input mutations as outputs) and its descriptors, which say what each input and output is.
+    torch 2.13 internals: ``aot_export_joint_with_descriptors`` (the only entry point of AOTAutograd that returns the
+    joint graph with input mutations as outputs) and its descriptors, which say what each input and output is.
     """
     import torch._functorch._aot_autograd.descriptors as d
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
@@ -134,8 +135,8 @@ def joint_graph(
         node.meta[ir.ROLE] = _input_role(node.meta["desc"], d)
     if not any(node.meta[ir.ROLE].kind == "tangent" for node in places):
         raise ArgumentError(
-            "The loss does not depend on any parameter that requires a gradient: is the model frozen, or the loss "
-            "detached?"
+            "The loss does not depend on any parameter that requires a gradient: check that the model is not frozen "
+            "and the loss is not detached."
         )
     last = next(iter(reversed(joint.graph.nodes)))
     results = pytree.tree_leaves(last.args[0], is_leaf=lambda x: x is None)
@@ -153,7 +154,7 @@ def joint_graph(
 
 
 def _copied(graph: fx.Graph, loss: fx.Node) -> fx.Node:
-    """The loss in memory of its own: behind the one number of torch's ``mse_loss`` lies that of all its terms."""
+    """Copy the loss to memory of its own: the one number of torch's ``mse_loss`` keeps the memory of all its terms."""
     with graph.inserting_after(loss):
         copy = graph.call_function(torch.ops.aten.clone.default, (loss,))
     copy.meta = dict(loss.meta)
@@ -161,7 +162,7 @@ def _copied(graph: fx.Graph, loss: fx.Node) -> fx.Node:
 
 
 def decompositions_for(backend: str) -> Any:
-    """The ops that the backend wants taken apart."""
+    """Return the decompositions that the backend needs."""
     if backend != "inductor":
         return None
     from torch._inductor.decomposition import select_decomp_table
@@ -170,7 +171,7 @@ def decompositions_for(backend: str) -> Any:
 
 
 def _detach_all_but(gm: fx.GraphModule, loss: int) -> None:
-    """Only the loss is differentiated; what else leaves the graph (``self.last = hidden``) is a value."""
+    """Detach every output but the loss: only the loss is differentiated, not others such as ``self.last = hidden``."""
     last = next(iter(reversed(gm.graph.nodes)))
     results = pytree.tree_leaves(last.args[0], is_leaf=lambda x: x is None)
     for place, node in enumerate(results):
@@ -207,11 +208,11 @@ def _output_role(desc: Any, d: Any) -> ir.Role | None:
 
 
 def compile_joint(joint: fx.GraphModule, backend: str) -> Callable[..., Any]:
-    """A function of the joint graph's inputs that runs it: at once, or, where the user's checkpointing asks for values
-    to be computed again in the backward, as torch's partitioner divides it.
+    """Return a function of the joint graph's inputs that runs it: as a whole, or, where the user's checkpointing asks
+    for values to be computed again in the backward, as torch's partitioner divides it.
 
     torch 2.13 internals: ``default_partition`` (it reads the tags that checkpointing leaves on nodes) and, for
-    Inductor, ``joint_graph_passes`` and ``compile_fx_inner``, which take a graph as it is.
+    Inductor, ``joint_graph_passes`` and ``compile_fx_inner``, which accept a graph as it is.
     """
     if not any("recompute" in node.meta for node in joint.graph.nodes):
         return _callable(joint, backend)
@@ -238,8 +239,8 @@ def compile_joint(joint: fx.GraphModule, backend: str) -> Callable[..., Any]:
 
 
 def _names(results: Sequence[fx.Node]) -> list[str]:
-    """The names of a forward's results as its backward knows them: it numbers the states of random generators that
-    dropout is computed again from."""
+    """Return the names by which the backward knows the forward's results: it numbers the states of the random
+    generators that recomputed dropout needs."""
     states = itertools.count()
 
     def is_state(node: fx.Node) -> bool:
@@ -250,7 +251,7 @@ def _names(results: Sequence[fx.Node]) -> list[str]:
 
 
 def _places(joint: fx.GraphModule) -> list[int]:
-    """Where each output of the joint graph is when the loss goes first."""
+    """Return the position of each output of the joint graph when the loss is moved to the front."""
     roles = joint.meta[ir.ROLE]
     loss = roles.index(ir.Role("output", joint.meta[ir.LOSS]))
     order = [loss, *(i for i in range(len(roles)) if i != loss)]
@@ -264,7 +265,7 @@ def _divide(joint: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
     whole = ir.copy_graph(joint)
     last = next(iter(reversed(whole.graph.nodes)))
     results = pytree.tree_leaves(last.args[0])
-    last.args = (tuple(results[places.index(i)] for i in range(len(results))),)  # the loss alone is the forward's
+    last.args = (tuple(results[places.index(i)] for i in range(len(results))),)  # the loss is the forward's only output
     last.meta.pop("desc", None)
     whole.recompile()
     inputs = [n.meta["val"] for n in whole.graph.nodes if n.op == "placeholder"]
@@ -279,7 +280,7 @@ def _callable(gm: fx.GraphModule, backend: str) -> Callable[..., Any]:
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
 
-    gm = ir.copy_graph(gm)  # Inductor changes what it is given
+    gm = ir.copy_graph(gm)  # Inductor changes its input
     _decompose_casts(gm.graph)
     inputs = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
     with V.set_fake_mode(ir.fake_mode(gm.graph)), torch._inductor.config.patch("emulate_precision_casts", True):

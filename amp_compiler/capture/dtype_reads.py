@@ -1,4 +1,4 @@
-"""Whether code asks a tensor for its dtype: only then can its trace in the low dtype differ (``twin.py``)."""
+"""Find out whether code asks a tensor for its dtype: only then can its trace in low precision differ (``twin.py``)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPE_NAMES = frozenset({
 
 
 def may_depend_on_dtype(gm: fx.GraphModule) -> bool:
-    """Whether the code behind a graph of Dynamo's can have asked a tensor for its dtype. If not, it has no twin:
+    """True if the code behind a Dynamo graph may have asked a tensor for its dtype. If not, the graph needs no twin:
     every cast in it names its dtype."""
     codes: list[CodeType] = list(torch._guards.TracingContext.get_traced_code() or ())
     for _, inner in _with_bodies(gm):
@@ -42,8 +42,8 @@ def _with_bodies(gm: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
 
 
 class DtypeReads(TorchFunctionMode):
-    """Whether code that runs inside asks a tensor for its dtype, or converts one. If it does neither, its trace in the
-    low dtype would be the same graph. What torch's own tracing asks does not count."""
+    """Records whether code that runs inside asks a tensor for its dtype, or converts one. If it does neither, its trace
+    in low precision would be the same graph. What torch's own tracing asks does not count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class DtypeReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-#: functions of tensors that convert, or whose result tells a dtype
+#: functions of tensors that convert, or whose result reveals a dtype
 _CONVERTS = DTYPE_NAMES | {"to", "float", "half", "bfloat16", "double", "tensor", "as_tensor", "scalar_tensor", "full"}
 _TRACING = tuple(
     os.path.join(os.path.dirname(torch.__file__), *parts) for parts in (
@@ -70,7 +70,7 @@ _MACHINERY = tuple(os.path.join(os.path.dirname(torch.__file__), part) for part 
 
 
 def _asked_by_model(frame: FrameType | None) -> bool:
-    """Whether the first frame that is not of a tracing mode belongs to a model (or to ``torch.nn``), not to export."""
+    """True if the first frame outside of tracing modes belongs to a model (or to ``torch.nn``), not to export."""
     while frame is not None and (frame.f_code.co_filename == __file__ or frame.f_code.co_filename.startswith(_TRACING)):
         frame = frame.f_back
     return frame is None or not frame.f_code.co_filename.startswith(_MACHINERY)

@@ -1,7 +1,7 @@
 """The default front end: ``torch.compile`` with a backend of our own.
 
-Dynamo brings guards, graph breaks, dynamic shapes and re-compilation; this file only tells it what to do
-with each graph and keeps account of what it could not capture. torch 2.13 internals: the ``allow_rnn``
+Dynamo provides guards, graph breaks, dynamic shapes and re-compilation; this file only tells it what to do
+with each graph and records what it could not capture. torch 2.13 internals: the ``allow_rnn``
 switch (Dynamo skips nn.LSTM and nn.GRU otherwise), ``AutocastModeVariable``, ``compile_subgraph_reason`` on
 Dynamo's graphs and ``torch._dynamo.utils.counters`` (the only places that say why a graph ended).
 """
@@ -33,8 +33,8 @@ from .trampolines import Outside
 RECOMPILE_LIMIT = 64
 RECOMPILE_LIMIT_REACHED = (
     "it was compiled for so many different values that Dynamo gave up. If Python code computes with a number that "
-    "changes at every call (math.exp, a probability), pass the number as a tensor and compute with torch: "
-    "torch.tensor(0.1). TORCH_LOGS=recompiles shows which value it was"
+    "changes with every call (math.exp, a probability), pass the number as a tensor, such as torch.tensor(0.1), and "
+    "compute with torch. TORCH_LOGS=recompiles shows which value it was"
 )
 _CALLERS = itertools.count()
 
@@ -51,7 +51,7 @@ class Uncaptured:
         return f"{self.what} ({self.source}){self.advice}" if self.source else self.what + self.advice
 
 
-@unwatched  # by the one that compiles a model of which this is a part
+@unwatched  # by the frame callback of a model that this one is a part of
 def compile_frame(
     target: Any,
     backend: Backend,
@@ -61,12 +61,13 @@ def compile_frame(
     outside: Outside | None = None,
     error_on_graph_break: bool | None = None,
 ) -> Any:
-    """As ``torch.compile`` with our backend; nothing is captured before the first call. The caller keeps ``backend``.
+    """Compile ``target`` as ``torch.compile`` does, with our backend; nothing is captured before the first call. The
+    caller must keep ``backend`` alive.
 
-    ``outside``: in charge of the code that is not captured. ``error_on_graph_break``: raise instead of running pieces.
+    ``outside``: runs the code that is not captured. ``error_on_graph_break``: raise instead of running in pieces.
 
-    ``isolate_recompiles``: Dynamo counts re-compilations for each code object, so the same class compiled at a
-    few levels, or modules of torch.nn, would use up the limit together and then run uncompiled, in fp32.
+    ``isolate_recompiles``: Dynamo counts re-compilations per code object, so the same class compiled at several
+    levels, or modules of torch.nn, would use up the limit together and then run uncompiled, in fp32.
     """
     clear_dead()
     if backend.handle is None:
@@ -81,7 +82,7 @@ def compile_frame(
 
 
 def is_capture_failure(error: Exception) -> bool:
-    """Whether Dynamo refused to capture code, of which nothing has run then."""
+    """True if Dynamo refused to capture code. None of that code has run then."""
     from torch._dynamo import exc
 
     if isinstance(error, exc.BackendCompilerFailed):
@@ -90,37 +91,37 @@ def is_capture_failure(error: Exception) -> bool:
 
 
 def users_line(error: BaseException) -> str:
-    """The line of the model's code at which Dynamo stopped, if its error says so."""
+    """Return the line of the model's code at which Dynamo stopped, if its error says so."""
     stack = getattr(error, "real_stack", None)
     return f"{stack[-1].filename}:{stack[-1].lineno} in {stack[-1].name}: {stack[-1].line}" if stack else ""
 
 
 def is_dynamo_error(error: BaseException) -> bool:
-    """True if Dynamo raised the error itself, or to start over with other settings: it has to see it."""
+    """True if Dynamo raised the error itself, perhaps to start over with other settings: it must reach Dynamo."""
     from torch._dynamo.exc import TorchDynamoException
 
     return isinstance(error, TorchDynamoException)
 
 
 def is_unsupported(error: BaseException) -> bool:
-    """True if Dynamo met code that cannot be in a graph."""
+    """True if Dynamo encountered code that cannot be in a graph."""
     from torch._dynamo.exc import Unsupported
 
     return isinstance(error, Unsupported)
 
 
 def is_over_limit(error: BaseException) -> bool:
-    """True if Dynamo has compiled code so often that it refuses to do it again."""
+    """True if Dynamo has compiled code so often that it refuses to compile it again."""
     from torch._dynamo.exc import FailOnRecompileLimitHit
 
     return isinstance(error, FailOnRecompileLimitHit)
 
 
 def _caller(model: nn.Module) -> Callable[..., Any]:
-    """A function that calls the model: compiling the module itself would leave an attribute on the user's object.
+    """Return a function that calls the model. Compiling the module itself would leave an attribute on it.
 
-    Each gets a code object of its own name, because Dynamo remembers by file, line and name which sizes changed:
-    another model's batch size would otherwise make this one's dynamic.
+    Each gets a code object with a name of its own, because Dynamo remembers by file, line and name which sizes changed:
+    another model's batch size would otherwise make this model's dynamic.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -130,24 +131,24 @@ def _caller(model: nn.Module) -> Callable[..., Any]:
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with a code object that no other has, by its name."""
+    """Return the function with a code object whose name no other has."""
     own: Any = function
     own.__code__ = own.__code__.replace(co_name=f"{own.__code__.co_name}_{next(_CALLERS)}")
     return function
 
 
-# ------------------------------------------------------------------ a compiled model that a tracer meets
+# ------------------------------------------------------------------ a compiled model inside somebody else's trace
 #
-# torch 2.13: Dynamo calls a function that is marked as constant while it traces, and does not look into it. The mark is
-# that of torch.compiler.assume_constant_result, which would import Dynamo at the decoration.
+# torch 2.13: while tracing, Dynamo calls a function that is marked as constant and does not look into it. The mark is
+# that of torch.compiler.assume_constant_result, which itself would import Dynamo when it decorates.
 
-#: ``run_apart(function, args, kwargs)`` calls a function that Dynamo is not to look at; ``needs_break`` makes it
+#: ``run_apart(function, args, kwargs)`` calls a function that Dynamo must not look at; ``needs_break`` creates it
 run_apart: Callable[..., Any] | None = None
 
 
 def is_ours() -> bool:
-    """Asked while code is traced: whether the trace is one of ours, and not that of a ``torch.compile`` or
-    ``torch.export`` of the user's around a compiled model."""
+    """True, while code is traced, if the trace is ours, and not a ``torch.compile`` or ``torch.export`` by the user
+    around a compiled model."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
@@ -160,7 +161,7 @@ def is_ours() -> bool:
 
 
 def needs_break() -> bool:
-    """Asked while Dynamo traces for somebody else: the graph has to end here, at a call of ``run_apart``."""
+    """True, while Dynamo traces for somebody else, if the graph has to end here, with a call of ``run_apart``."""
     global run_apart
     if run_apart is None:
         import torch._dynamo
@@ -175,7 +176,7 @@ for _question in (is_ours, needs_break):
 
 @contextlib.contextmanager
 def capture_settings() -> Iterator[None]:
-    """How Dynamo must be set while one of our modules is called. Its settings belong to the thread (torch 2.13)."""
+    """Set Dynamo's options for a call of one of our modules. They are thread-local (torch 2.13)."""
     import torch._dynamo
 
     _tell_where_autocast_begins()
@@ -192,9 +193,9 @@ def capture_settings() -> Iterator[None]:
 
 @functools.cache
 def _capture_slow_attention() -> None:
-    """In eval mode ``nn.TransformerEncoderLayer`` would be captured as one fused op that no list knows. The switch,
-    ``torch.backends.mha.set_fastpath_enabled``, acts on the whole process, and other threads would see it. So what
-    Dynamo reads for our backends says that it is off; for others nothing changes."""
+    """Capture the ops of ``nn.TransformerEncoderLayer`` in eval mode, not one fused op that is on no list. The switch,
+    ``torch.backends.mha.set_fastpath_enabled``, acts on the whole process, and other threads would see it. Instead, our
+    backends alone make Dynamo read that it is off."""
     from torch._dynamo.variables import ConstantVariable
     from torch._dynamo.variables.functions import UserFunctionVariable
 
@@ -257,8 +258,9 @@ def _note_places() -> None:
 
 @functools.cache
 def _tell_where_autocast_begins() -> None:
-    """Dynamo writes no module stack on the node that opens a ``torch.autocast`` region; ``normalize`` needs it to
-    know which modules are inside. Done once and for all: it adds a key to one node's meta and changes nothing else."""
+    """Record the module stack on the node that opens a ``torch.autocast`` region, where Dynamo writes none: the pass
+    ``normalize`` needs it to know which modules are inside. The patch stays for the whole process, as it only adds a
+    key to one node's meta."""
     from torch._dynamo.variables.ctx_manager import AutocastModeVariable
 
     enter = AutocastModeVariable.enter
@@ -272,7 +274,7 @@ def _tell_where_autocast_begins() -> None:
 
 
 def break_reason(gm: fx.GraphModule) -> Uncaptured | None:
-    """Why Dynamo ended this graph, if it ended early."""
+    """Return why Dynamo ended this graph early; None if it didn't."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not getattr(reason, "graph_break", False):
         return None
@@ -286,10 +288,10 @@ def break_reason(gm: fx.GraphModule) -> Uncaptured | None:
 
 
 def returns_to_caller(gm: fx.GraphModule, target: Any, outermost: bool) -> bool:
-    """Whether the outputs of this graph go to whoever called the compiled model, ``target``, and not to code of the
-    model that is not captured: its frame is the outermost one, or what Dynamo made of the rest of it, and it returns.
+    """True if the outputs of this graph go to the caller of the compiled model, ``target``, and not to uncaptured code
+    of the model: the graph's frame is the outermost one, or Dynamo's continuation of it, and it returns.
 
-    ``outermost``: False while a module that uncaptured code calls is compiled by itself.
+    ``outermost``: False while a module that is called by uncaptured code is compiled by itself.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -310,7 +312,7 @@ def returns_to_caller(gm: fx.GraphModule, target: Any, outermost: bool) -> bool:
 
 @dataclass(frozen=True)
 class Tally:
-    """Dynamo's running counts, which are global to the process: compare one taken before with one taken after."""
+    """Dynamo's running counts, which are global to the process: compare a tally taken before with one taken after."""
 
     frames: int
     captured: int
@@ -324,13 +326,13 @@ class Tally:
         return Tally(int(frames["total"]), int(frames["ok"]), {str(k): int(v) for k, v in breaks.items()})
 
     def breaks_since(self) -> list[Reason]:
-        """The reasons of graph breaks since this tally was taken, one line each."""
+        """Return the reasons for graph breaks since this tally was taken, one line each."""
         after = Tally.now()
         new = [reason for reason, count in after.breaks.items() if count > self.breaks.get(reason, 0)]
         return [Reason(reason, _PLACES.get(reason, "")) for reason in new if reason.strip()]
 
     def skipped_since(self, failed_before: bool) -> str | None:
-        """Why a frame was left as plain Python since this tally was taken; None if none was.
+        """Return why a frame was left as plain Python since this tally was taken; None if none was.
 
         ``failed_before``: an earlier call raised, after which Dynamo does not look at that code again.
         """

@@ -16,7 +16,8 @@ from ..common.torch_names import pytree
 
 
 def input_sources(gm: fx.GraphModule) -> list[str]:
-    """Where each input of a graph comes from, in Dynamo's words: ``L['args'][0]``, ``L['model']._buffers['mean']``."""
+    """Return the source of each input of a graph as Dynamo names it, such as ``L['args'][0]`` or
+    ``L['model']._buffers['mean']``."""
     found = []
     for node in gm.graph.nodes:
         if node.op == "placeholder":
@@ -27,10 +28,10 @@ def input_sources(gm: fx.GraphModule) -> list[str]:
 
 
 def guard_input(gm: fx.GraphModule, number: int, fact: Callable[[Any], Any]) -> None:
-    """Compile the frame again when an input comes for which ``fact(value)`` is not as true as it is now.
+    """Compile the frame again for an input whose ``bool(fact(value))`` differs from that of the current one.
 
-    torch 2.13 internals: a guard in the tracing context becomes a check of the compiled frame, if it is there before
-    the backend returns; no public way leads to a check of one's own.
+    torch 2.13 internals: a guard in the tracing context becomes a check of the compiled frame if it is added before the
+    backend returns; there is no public way to add a check.
     """
     node = [n for n in gm.graph.nodes if n.op == "placeholder"][number]
     source, context = getattr(node, "_dynamo_source", None), torch._guards.TracingContext.try_get()
@@ -47,14 +48,14 @@ def guard_input(gm: fx.GraphModule, number: int, fact: Callable[[Any], Any]) -> 
 
 
 def _assigned() -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """(dictionary, key, Dynamo's value) of each attribute that holds a tensor after the code that is being compiled
-    has run. Buffers of modules are items of dictionaries; what else a module or object holds is a stored attribute."""
+    """Yield (dictionary, key, Dynamo's value) for each attribute that will hold a tensor after the code being compiled
+    has run. Buffers of modules are dictionary items; other tensors of a module or object are stored attributes."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.variables import LazyVariableTracker, TensorVariable
 
     try:
         effects = InstructionTranslator.current_tx().output.side_effects
-    except AttributeError:  # the graph came another way
+    except AttributeError:  # the graph does not come from Dynamo
         return
     for variable, attributes in effects.store_attr_mutations.items():
         holder = getattr(getattr(variable, "value", None), "__dict__", None)
@@ -67,14 +68,14 @@ def _assigned() -> Iterator[tuple[dict[str, Any], str, Any]]:
         items = getattr(effects.id_to_variable.get(id(holder)), "items", None)
         for key, value in items.items() if isinstance(holder, dict) and isinstance(items, dict) else ():
             if type(value) is LazyVariableTracker:
-                continue  # not touched; asking a lazy value for anything would add an input to the graph
+                continue  # untouched; reading anything of a lazy value would add an input to the graph
             if isinstance(value, TensorVariable) and key.vt.is_python_constant():
                 yield holder, key.vt.as_python_constant(), value
 
 
 def kept_values(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[tuple[int, int]]:
-    """(output, input) positions where the model's code assigns a new tensor to an attribute that held the input
-    (``self.steps = self.steps + 1``). Only Dynamo's record of side effects tells these from other outputs."""
+    """Return the (output, input) positions where the model's code assigns a new tensor to an attribute that held the
+    input (``self.steps = self.steps + 1``). Only Dynamo's record of side effects distinguishes these outputs."""
     last = next(iter(reversed(gm.graph.nodes)))
     outputs = pytree.tree_leaves(last.args[0])
     found = []
@@ -87,5 +88,5 @@ def kept_values(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[tuple
 
 
 def assigned_attributes() -> list[tuple[dict[str, Any], str]]:
-    """(dictionary, key) of each attribute that may hold another tensor when the code that is being compiled has run."""
+    """Return (dictionary, key) for each attribute that the code being compiled may rebind to another tensor."""
     return [(holder, key) for holder, key, _ in _assigned()]

@@ -1,6 +1,6 @@
-"""The front end for anything that is saved or looked at: ``torch.export``, dynamic shapes as declared.
+"""The front end for models that are saved or inspected: ``torch.export``, with dynamic shapes as declared.
 
-torch 2.13: ``torch.export.export(strict=False)`` gives pre-dispatch ATen already; it needs
+torch 2.13: ``torch.export.export(strict=False)`` already returns pre-dispatch ATen; it needs
 ``fx.traceback.preserve_node_meta`` to keep annotations, and a graph signature names the parameters.
 """
 
@@ -38,7 +38,7 @@ from .twin import low_trace, sharing_copy
 class Exported:
     """A model as ``torch.export`` captures it: the program whose graph passes rewrite, and the graph's twin.
 
-    ``twin_failed``: why the same code could not be traced in the low dtype, '' if it could.
+    ``twin_failed``: why the same code could not be traced in low precision, '' if it could.
     """
 
     program: torch.export.ExportedProgram
@@ -65,10 +65,10 @@ def capture_export(
 
     Parameters and buffers are the first inputs of the graph. With ``low``, the forward runs a second time, to make the
     graph's twin in that dtype (see ``twin.py``), unless it asks no tensor for its dtype. With ``inference``, the model
-    is captured as in eval mode, and regions that only switch gradients on or off are no nodes of their own.
+    is captured as in eval mode, and regions that only switch gradients on or off are inlined.
 
     What runs is a copy that shares the tensors: ``torch.export`` wraps the forward of every module that it traces and
-    puts fakes in the place of its parameters, where another thread that calls the model would meet them.
+    replaces its parameters by fakes, which another thread that calls the model would see.
     """
     with _traceable(model, inference) as traced:
         return _capture(traced, args, kwargs, dynamic_shapes, low, inference)
@@ -76,7 +76,7 @@ def capture_export(
 
 @contextlib.contextmanager
 def _traceable(model: nn.Module, inference: bool) -> Iterator[nn.Module]:
-    """A copy of the model that shares its tensors; if it cannot be copied, the model itself, put back afterwards."""
+    """Yield a copy of the model that shares its tensors; if it cannot be copied, the model itself, restored on exit."""
     try:
         traced = sharing_copy(model)
     except Exception as error:  # the user's objects may refuse it: a lock, a generator, a tensor that is not a leaf
@@ -108,15 +108,15 @@ def _capture(
             f"{type(model).__name__} cannot be exported with these inputs: "
             f"{first_line(error)}{f' ({line})' if line else ''}",
             source=line,
-            hint="If the inputs are right: amp_compile works around code that cannot be in a graph, "
-            "or rewrite that line.",
+            hint="If the inputs are right, rewrite that line, or use amp_compile, which runs code that cannot be in a "
+            "graph outside of it.",
         ) from error
     _name_state(program, dict(model.named_parameters(remove_duplicate=False)))
     if low is None or not reads.found:
         return Exported(program)
     try:
         with low_trace(low), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they were given when the program was made
+            warnings.simplefilter("ignore")  # they were shown when the program was made
             twin = _export(sharing_copy(model), args, kwargs, dynamic_shapes, inference).graph_module
     except Exception as error:
         return Exported(program, None, first_line(error, named=True))
@@ -125,14 +125,14 @@ def _capture(
 
 
 def capture_program(program: torch.export.ExportedProgram) -> Exported:
-    """A program that was exported before, as one that was exported now: the same notes on its nodes."""
+    """Return an already exported program with the same annotations on its nodes as ``capture_export`` writes."""
     _annotate(program, {}, dict(program.state_dict))
     _name_state(program, dict(program.named_parameters()))
     return Exported(program)
 
 
 def _name_state(program: torch.export.ExportedProgram, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Write on each input that is a parameter or buffer its path, and on each that needs a gradient that it does."""
+    """Annotate each input that is a parameter or buffer with its path, and mark those that need a gradient."""
     signature = program.graph_signature
     for node in program.graph_module.graph.nodes:
         if node.op != "placeholder":
@@ -164,7 +164,7 @@ def _export(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the graph that torch 2.13 prints on stderr when a trace fails; all else that is said there goes on."""
+    """Suppress the graph that torch 2.13 prints on stderr when a trace fails, and nothing else."""
     said, graph = io.StringIO(), ""
     try:
         with contextlib.redirect_stderr(said):
@@ -179,7 +179,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _users_line(error: BaseException) -> str:
-    """``file:line in forward: code`` of the last frame that is neither torch's nor ours."""
+    """Return ``file:line in forward: code`` of the last frame that is neither torch's nor ours."""
     own = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*own, "<"))]
     if not frames or frames[-1].name == "<module>":
@@ -191,10 +191,10 @@ def _users_line(error: BaseException) -> str:
 def _annotate(
     program: torch.export.ExportedProgram, modules: Mapping[int, str], held: Mapping[str, torch.Tensor]
 ) -> None:
-    """Write on a program's nodes what passes read: module paths, constants, which outputs replace which inputs."""
+    """Annotate a program's nodes with what passes read: module paths, constants, which outputs replace which inputs."""
     for _, inner in ir.all_graphs(program.graph_module):
         for node in inner.graph.nodes:
-            node.meta = dict(node.meta)  # export lets a node inside a region share its meta with one outside
+            node.meta = dict(node.meta)  # in an export, a node inside a region may share its meta with one outside
         annotate_origin(inner, modules)
     gm = program.graph_module
     constants = program.graph_signature.inputs_to_lifted_tensor_constants
@@ -223,7 +223,7 @@ def _annotate(
 
 def _inline_regions(gm: fx.GraphModule) -> bool:
     """``wrap_with_autocast(device, dtype, enabled, cache, body, *args)`` → ``_enter_autocast``, the body's nodes,
-    ``_exit_autocast``: as Dynamo writes a region, so that passes know one form, and no autocast is left at run time."""
+    ``_exit_autocast``. Dynamo writes regions like that too, so passes see one form, and none is left at run time."""
     found = False
     for node in list(gm.graph.nodes):
         if not ir.is_higher_order(node):
@@ -263,14 +263,14 @@ def _inline_grad_regions(gm: fx.GraphModule) -> None:
 def _inline(
     gm: fx.GraphModule, node: fx.Node, body: fx.GraphModule, holder: Any, given: Sequence[Any], before: fx.Node
 ) -> None:
-    """Put the nodes of a region's body in the place of the region: in front of ``before``. ``holder``: the node that
-    names the body. ``given``: what the body's inputs are."""
+    """Replace a region by the nodes of its body, inserted in front of ``before``. ``holder``: the node that names the
+    body. ``given``: the values of the body's inputs."""
     places = [n for n in body.graph.nodes if n.op == "placeholder"]
     values: dict[fx.Node, Any] = dict(zip(places, given, strict=True))
     read = {str(n.target) for n in body.graph.nodes if n.op == "get_attr"}
     for name, held in (*body.named_buffers(recurse=False), *body.named_children()):
         if name in read:
-            assert not hasattr(gm, name), f"the constant {name} is there twice"
+            assert not hasattr(gm, name), f"the constant {name} exists twice"
             if isinstance(held, torch.Tensor):
                 gm.register_buffer(name, held)
             elif isinstance(held, nn.Module):
@@ -279,7 +279,7 @@ def _inline(
         results: Any = gm.graph.graph_copy(body.graph, values)
     flat = list(results) if isinstance(results, (tuple, list)) else [results]
     for user in list(node.users):
-        assert ir.is_getitem(user), "a region gives a tuple"
+        assert ir.is_getitem(user), "a region returns a tuple"
         place: Any = user.args[1]
         user.replace_all_uses_with(flat[place])
         gm.graph.erase_node(user)
@@ -289,7 +289,7 @@ def _inline(
 
 
 class _Repropagate(fx.Interpreter):
-    """New values for nodes that were traced inside a region, as if there had been none: fp32, as all others."""
+    """Recomputes the fake values of nodes that were traced inside a region as if there were none: fp32, like others."""
 
     def run_on_fakes(self) -> None:
         assert isinstance(self.module, fx.GraphModule)

@@ -1,15 +1,15 @@
 """Python that Dynamo leaves uncaptured: where it begins and ends, and the modules that it calls.
 
 Dynamo asks a callback about every Python frame that runs in a call of a compiled model. This file puts one of our own
-in front of Dynamo's. Where Dynamo gives a frame up, the frame gets a *trampoline* (``trampolines.py``): code with the
-same arguments that hands them to a function of ours, which runs the original inside of ``Outside.plain``. A call of an
-``nn.Module`` that comes from such code is handed to ``Outside.module`` in the same way. Captured code never executes
-these frames, so it pays nothing, and no object of the user's is changed: the callback belongs to one thread and lasts
-for one call.
+in front of Dynamo's. Where Dynamo gives up on a frame, the frame gets a *trampoline* (``trampolines.py``): code with
+the same arguments that passes them to a function of ours, which runs the original inside of ``Outside.plain``. A call
+of an ``nn.Module`` from such code is passed to ``Outside.module`` in the same way. Captured code never executes these
+frames, so it has no overhead, and no object of the user is changed: the callback belongs to one thread and lasts for
+one call.
 
 torch 2.13 internals, and why: ``torch._dynamo.optimize`` and ``OptimizeContext.callback`` (the only place to put a
 callback in front of Dynamo's), ``ConvertFrameReturn``, ``set_code_exec_strategy`` (Dynamo marks code that it skips for
-the whole process, ``nn.Module.__call__`` too), ``compile_lock`` (two threads may meet one frame), ``set_eval_frame``
+the whole process, ``nn.Module.__call__`` too), ``compile_lock`` (two threads may reach one frame), ``set_eval_frame``
 (our own functions must not be looked at).
 """
 
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._dynamo import eval_frame  # the C part: it does not import Dynamo
+from torch._C._dynamo import eval_frame  # the C part, which does not import Dynamo
 
 from . import trampolines
 from .trampolines import (
@@ -41,20 +41,20 @@ from .trampolines import (
 )
 
 _MODULE_CALL = nn.Module._wrapped_call_impl.__code__
-#: the files whose functions run while the callback is in force: these two, and that of the ``Outside`` in charge
+#: the files whose functions run while the callback is active: these two, and that of the ``Outside`` object
 _OWN_FILES = {__file__, trampolines.__file__}
-_TRIES = 3  # calls in which code may fail while it is traced before it is left as plain Python
+_TRIES = 3  # code that fails this many times while it is traced is left as plain Python
 _GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 def belongs_to_us(file: str) -> None:
-    """Leave alone the functions of a file, which run code that is not captured."""
+    """Have the callback ignore the functions of a file, because they run code that is not captured."""
     _OWN_FILES.add(file)
 
 
 def compile_with(outside: Outside | None, function: Callable[..., Any], backend: Any, **options: Any) -> Any:
-    """``torch._dynamo.optimize`` with ``outside``, if given, in charge of what is not captured; ``backend``: a
-    ``dynamo.Handle``."""
+    """Compile with ``torch._dynamo.optimize``; ``outside``, if given, runs what is not captured. ``backend``: a
+    ``Handle``."""
     import torch._dynamo
 
     strict = options.pop("error_on_graph_break", None)
@@ -67,7 +67,7 @@ def compile_with(outside: Outside | None, function: Callable[..., Any], backend:
 
 
 def unwatched(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that Dynamo does not look at, nor at anything that it calls."""
+    """Make Dynamo ignore a method and everything that it calls."""
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
         callback = eval_frame.set_eval_frame(None)
@@ -80,8 +80,8 @@ def unwatched(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def watch_calls(disabled: bool) -> None:
-    """Have calls of modules and of functions that the user has compiled looked at again, and those of disabled ones if
-    asked: whoever else compiles in this process has Dynamo skip them."""
+    """Have Dynamo look again at calls of modules and of functions that the user has compiled, and, with ``disabled``,
+    of disabled ones: any other compilation in this process makes Dynamo skip them."""
     _look_again(_MODULE_CALL)
     _look_again(_compiled_call())
     if disabled:
@@ -89,13 +89,13 @@ def watch_calls(disabled: bool) -> None:
 
 
 def watches_saved_tensors() -> bool:
-    """Whether somebody watches what autograd saves, as ``torch.utils.checkpoint`` does: it computes the same once more
-    in the backward, outside of our call, and the two must agree. (torch 2.13 has no public question for it.)"""
+    """True if saved-tensor hooks are active, as under ``torch.utils.checkpoint``: it computes the same once more in the
+    backward, outside of our call, and the two must agree. (torch 2.13 has no public way to ask.)"""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def look_at_forward(module: nn.Module) -> None:
-    """Have Dynamo look at a module's forward, which another compilation may have told it to skip."""
+    """Have Dynamo look at a module's forward even if another compilation told it to skip that."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     if isinstance(code, types.CodeType) and not is_library(code):
         _look_again(code)
@@ -107,12 +107,12 @@ def forward_is_library(module: nn.Module) -> bool:
 
 
 def is_disabled(module: nn.Module) -> bool:
-    """Whether a module's forward is under ``torch.compiler.disable``."""
+    """True if a module's forward is under ``torch.compiler.disable``."""
     return bool(getattr(type(module).forward, "_torchdynamo_disable", False))
 
 
 def is_optimized(module: nn.Module) -> bool:
-    """Whether a module is what ``torch.compile(module)`` gives (``OptimizedModule``); Dynamo is not imported for it."""
+    """True if a module is the result of ``torch.compile(module)`` (an ``OptimizedModule``). Does not import Dynamo."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
 
@@ -127,7 +127,7 @@ def _look_again(code: types.CodeType) -> None:
 
 @functools.cache
 def _disabled_call() -> types.CodeType:
-    """The code that every function under ``torch.compiler.disable`` is wrapped in, each graph of Dynamo's too."""
+    """Return the code that wraps every function under ``torch.compiler.disable``, including each of Dynamo's graphs."""
     import torch._dynamo
 
     code: types.CodeType = torch._dynamo.disable(lambda: None).__code__
@@ -136,7 +136,7 @@ def _disabled_call() -> types.CodeType:
 
 @functools.cache
 def _compiled_call() -> types.CodeType:
-    """The code that every function under ``torch.compile`` is wrapped in."""
+    """Return the code that wraps every function under ``torch.compile``."""
     import torch._dynamo
 
     code: types.CodeType = torch._dynamo.optimize("eager")(lambda: None).__code__
@@ -144,11 +144,11 @@ def _compiled_call() -> types.CodeType:
 
 
 class _Strict:
-    """In front of Dynamo's callback: a graph break is an error.
+    """A callback in front of Dynamo's that makes a graph break an error.
 
-    torch 2.13 keeps ``error_on_graph_break`` in a variable of the process, and sets it for as long as the compiled code
-    runs: other threads would fail on breaks of their own. Here it is set while Dynamo compiles, which only one thread
-    does at a time.
+    torch 2.13 keeps ``error_on_graph_break`` in a global variable and sets it for as long as the compiled code runs:
+    graph breaks in other threads would fail too. Here it is set only while Dynamo compiles, which only one thread does
+    at a time.
     """
 
     def __init__(self, dynamo: Any) -> None:
@@ -168,18 +168,18 @@ class _Strict:
 
 
 class _Callback:
-    """In front of Dynamo's callback."""
+    """A callback in front of Dynamo's that gives trampolines to the frames that Dynamo leaves."""
 
     def __init__(self, dynamo: Any, outside: Outside, handle: Any) -> None:
-        self._torchdynamo_orig_backend = dynamo  # Dynamo keeps caches by the innermost backend
+        self._torchdynamo_orig_backend = dynamo  # Dynamo keys its caches by the innermost backend
         self._handle = handle
-        self._outside = weakref.ref(outside)  # trampolines stay in Dynamo's caches when the model is gone
-        self._raised: dict[types.CodeType, int] = {}  # how often in a row code has failed while it was traced
+        self._outside = weakref.ref(outside)  # trampolines stay in Dynamo's caches after the model is freed
+        self._raised: dict[types.CodeType, int] = {}  # how many times in a row code has failed while it was traced
 
     def __call__(self, frame: Any, entry: Any, state: Any) -> Any:
         from torch._dynamo.convert_frame import compile_lock
 
-        with compile_lock:  # Dynamo takes it too; another thread may be at work on the same frame
+        with compile_lock:  # Dynamo takes it too; another thread may be working on the same frame
             return existing_trampoline(frame.f_code) or self._look_at(frame, entry, state)
 
     def _look_at(self, frame: Any, entry: Any, state: Any) -> Any:
@@ -198,22 +198,22 @@ class _Callback:
         if code is _disabled_call():
             if outside.watches_disabled:
                 return guarded(trampoline(code, disabled_runner(code, frame.f_globals, self._outside)))
-            eval_frame.set_code_exec_strategy(code, SKIP)  # a strategy that is returned could not be taken back
+            eval_frame.set_code_exec_strategy(code, SKIP)  # a returned strategy could not be revoked
             return ConvertFrameReturn(apply_to_code=False)
         library = is_library(code)
         users = not library or code is _compiled_call()
         if outside.is_plain() and users and _can_be_called(code):
             if not has_tensor_in_frame(frame):
-                return ConvertFrameReturn()  # as Dynamo does: a logger's methods are many
+                return ConvertFrameReturn()  # as Dynamo does, since a logger has many methods
             return guarded(trampoline(code, runner(code, frame.f_globals, self._outside, "captured")))
         try:
             result = self._torchdynamo_orig_backend(frame, entry, state)
         except TorchRuntimeError as error:
-            # An op that fails on fakes fails on tensors too; the code may handle it, and if not, torch's own words are
-            # better than Dynamo's. Nothing of the frame has run. Wrong inputs may be right the next time.
+            # An op that fails on fakes fails on tensors too. The code may handle that; if not, torch's own message is
+            # better than Dynamo's. Nothing of the frame has run, and the next call may have valid inputs.
             self._raised[code] = self._raised.get(code, 0) + 1
             if outside.under_autocast and ("dtype" in str(error) or "scalar type" in str(error)):
-                self._raised[code] = _TRIES  # what autocast would have cast: as plain code it does
+                self._raised[code] = _TRIES  # plain code runs under autocast, which casts what made this fail
             if self._raised[code] < _TRIES or not _can_be_called(code):
                 return ConvertFrameReturn(apply_to_code=False)
             outside.raises(code)
@@ -221,7 +221,7 @@ class _Callback:
         self._raised.pop(code, None)
         outside.over_limit |= result.frame_exec_strategy.cur_action == _ACTION.RUN_ONLY
         if not outside.watches_disabled and any("torch.compiler.disable" in why for why in counters["graph_break"]):
-            outside.watches_disabled = True  # not before: every graph is behind such a call
+            outside.watches_disabled = True  # only now, because every graph is called that way
             _look_again(_disabled_call())
         if result.guarded_code is not None or library or not _can_be_called(code) or not _gave_up(result):
             return result
@@ -229,15 +229,16 @@ class _Callback:
 
 
 def _gave_up(result: Any) -> bool:
-    """Whether Dynamo leaves a frame because it cannot capture it, as opposed to for a circumstance that may pass, or
-    because it works on nothing that we care for."""
+    """True if Dynamo leaves a frame because it cannot capture it, and not for a temporary reason or because the frame
+    has nothing to do with tensors."""
     reason = result.skip_reason or ""
     passing = ("dispatch mode", "already started", "generated code", "constructor", "no tensor-related objects")
     return not any(text in reason for text in passing)
 
 
 def _can_be_called(code: types.CodeType) -> bool:
-    """Generators run when somebody asks them; what a special method opens must stay open when it has returned."""
+    """False for generators, which run only when iterated, and for special methods such as ``__enter__``, whose effects
+    must last after they have returned."""
     special = code.co_name.startswith("__") and code.co_name.endswith("__") and code.co_name != "__call__"
     return not code.co_flags & _GENERATOR and not special and code.co_name not in ("<module>", "<genexpr>")
 

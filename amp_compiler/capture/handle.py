@@ -1,4 +1,4 @@
-"""A backend as Dynamo may hold it: Dynamo keeps what it is given until the process ends, and must not keep a model."""
+"""The object that Dynamo gets as a backend: Dynamo keeps it until the process ends, so it must not own a model."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from torch import fx
 
 
 class Backend(Protocol):
-    """Makes a callable of each graph that Dynamo captures."""
+    """Turns each graph that Dynamo captures into a callable."""
 
     handle: Handle | None
-    #: what Dynamo was given -> what it runs
+    #: the callable that was returned to Dynamo -> the one that it runs
     runs: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] | None
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any: ...
 
 
 class Handle:
-    """A backend as Dynamo knows it: Dynamo keeps every backend, and what a backend gives it, until the process ends,
-    and must not keep a model, an optimizer or a graph by that. The owner of ``backend`` decides how long these live.
+    """Stands for a backend in Dynamo. Dynamo keeps every backend, and the callables that a backend returns, until the
+    process ends; models, optimizers and graphs must not be kept alive by that. They live as long as ``backend``, which
+    its owner holds.
 
     torch 2.13 internals: ``eval_frame.cached_backends`` holds backends. The entry for a compiled frame in the cache of
     its code object holds new code, which owns the compiled function in the module's globals; ``orig_code_map`` leads
@@ -45,7 +46,7 @@ class Handle:
 
         def call(*args: Any) -> Any:
             run = found()
-            assert run is not None  # who calls this owns the backend
+            assert run is not None  # the caller owns the backend
             return run(*args)
 
         assert backend.runs is not None
@@ -58,7 +59,7 @@ class Handle:
             self._codes[id(code)] = weakref.ref(code)
 
     def clear_caches(self) -> None:
-        """Take what Dynamo holds for a backend that is gone out of its caches."""
+        """Remove what Dynamo's caches hold for a backend that was freed."""
         from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
         from torch._dynamo import eval_frame
         from torch._dynamo.guards import DeletedGuardManagerWrapper
@@ -69,24 +70,24 @@ class Handle:
                 ours = entry.backend is not None and eval_frame.innermost_backend(entry.backend) is self
                 if ours and manager.extra_state is not None:
                     manager.extra_state.invalidate(entry, DeletedGuardManagerWrapper("the compiled model is gone"))
-                    # finalizers of classes and functions that it had guards on hold the rest of it
+                    # the rest is held by finalizers of classes and functions that it had guards on
                     manager.__dict__ = {"cache_entry": None, "extra_state": None}
         eval_frame.cached_backends.pop(id(self), None)
 
 
-#: handles of backends that are gone. Their caches are cleared when the next model is compiled: at the moment of a death
-#: Dynamo may be at work on the very same caches, in C++
+#: handles of backends that were freed. Their caches are cleared when the next model is compiled: at the moment that a
+#: backend is freed, Dynamo may be using the same caches, in C++
 _DEAD: list[Handle] = []
 
 
 def clear_dead() -> None:
-    """Take what Dynamo holds for backends that are gone out of its caches."""
+    """Remove what Dynamo's caches hold for backends that were freed."""
     while _DEAD:
         _DEAD.pop().clear_caches()
 
 
 def is_handle(compiler: Any) -> bool:
-    """True if a function that Dynamo compiles with is a backend of ours, or wraps one."""
+    """True if a compiler function of Dynamo is one of our backends, or wraps one."""
     from torch._dynamo.eval_frame import innermost_backend
 
     return isinstance(innermost_backend(compiler), Handle)

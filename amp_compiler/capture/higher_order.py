@@ -1,7 +1,7 @@
-"""Higher-order ops while a graph is lowered: custom autograd functions, checkpoints and others stay one node each.
+"""Lowering of higher-order ops: custom autograd functions, checkpoints and others stay one node each.
 
 torch 2.13 internals, and why: ``reenter_make_fx`` and ``track_tensor_tree``, to keep a higher-order op as one node with
-lowered bodies. ``make_fx`` would inline a custom ``autograd.Function`` and lose its gradient without a word.
+lowered bodies. ``make_fx`` would inline a custom ``autograd.Function`` and silently lose its gradient.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ KNOWN_HIGHER_ORDER = frozenset({
 
 
 def is_closed(target: Any, bodies: Sequence[Any]) -> bool:
-    """Whether a higher-order op must stay as it is: an unknown one, or one whose body uses torch.func (the scan of
-    a state-space model), which cannot run on the tracer's fakes."""
+    """True if a higher-order op must stay as it is: it is unknown, or its body uses torch.func (the scan of a
+    state-space model), which cannot run on the tracer's fakes."""
     if target.name() not in KNOWN_HIGHER_ORDER:
         return True
-    ours = target.name() in ("autograd_function_apply", "tag_activation_checkpoint")  # bodies that are lowered here
+    ours = target.name() in ("autograd_function_apply", "tag_activation_checkpoint")  # their bodies are lowered here
     found = [inner for body in bodies if isinstance(body, fx.GraphModule) for _, inner in ir.all_graphs(body)]
     nodes = [node for inner in found for node in inner.graph.nodes]
     return any(is_functorch(node) and not (ours and is_vmap(node)) for node in nodes)
@@ -67,7 +67,7 @@ def keep_checkpoint(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
 
 
 def keep_closed(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A node with its bodies as Dynamo wrote them; passes see the node and do not look inside."""
+    """Add a node whose bodies stay as Dynamo wrote them; passes see the node and do not look inside."""
     with disable_proxy_modes_tracing():
         fresh = pytree.tree_map_only(torch.Tensor, lambda t: _fresh(t, t.requires_grad), (args, kwargs))
         values = pytree.tree_map_only(torch.Tensor, lambda t: _fresh(t, t.requires_grad), target(*fresh[0], **fresh[1]))
@@ -106,7 +106,7 @@ def _outputs(gm: fx.GraphModule) -> Any:
 
 
 def _fresh(value: Any, requires_grad: bool = False) -> Any:
-    """A new fake like ``value``, unknown to any tracer."""
+    """Return a new fake like ``value`` that no tracer knows."""
     if not isinstance(value, torch.Tensor):
         return value
     with disable_proxy_modes_tracing():

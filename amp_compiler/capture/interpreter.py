@@ -1,4 +1,4 @@
-"""Runs a graph of Dynamo's under the tracer, node by node, so that what is traced is the graph in pre-dispatch ATen."""
+"""Runs a Dynamo graph under the tracer, node by node, so that the trace is the same graph in pre-dispatch ATen."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from .promotion import converted, promoting
 class LoweringInterpreter(fx.Interpreter):
     """Runs Dynamo's graph under the tracer; custom autograd functions and checkpoints stay nodes.
 
-    An op that has nothing to do (``x.float()`` in fp32, dropout in eval mode) gives back its input itself, and the
-    tracer would then take every later use of the input for a use of that op. Give back a tensor of its own.
+    An op that has nothing to do (``x.float()`` in fp32, dropout in eval mode) returns its input itself, and the tracer
+    would then take every later use of the input for a use of that op. Such an op returns a new tensor here.
     """
 
     def run_node(self, n: fx.Node) -> Any:
@@ -36,7 +36,7 @@ class LoweringInterpreter(fx.Interpreter):
         result = super().run_node(n)
         named = {key: n.meta[key] for key in (ir.DTYPE_OF, ir.NUMBER_OF) if key in n.meta}
         if n.op == "call_method" and n.target == "to" and len(n.args) > 1 and isinstance(n.args[1], fx.Node):
-            named[ir.DTYPE_OF] = n.args[1].name  # ``x.to(y)``, of which only y's dtype is left below
+            named[ir.DTYPE_OF] = n.args[1].name  # ``x.to(y)``: below this point only y's dtype is known
         for key, of in named.items():
             asked = next((v for k, v in self.env.items() if k.name == of), None)
             if isinstance(asked, torch.Tensor) and isinstance(result, torch.Tensor):
@@ -69,7 +69,7 @@ class LoweringInterpreter(fx.Interpreter):
 
 
 class PromotingInterpreter(LoweringInterpreter):
-    """For the twin: a promoted operand keeps its proxy, so that no cast shows which the author did not write."""
+    """For the twin: a promoted operand keeps its proxy, so the graph shows no cast that the author did not write."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         in_place = "setitem" in str(target) or getattr(target, "__name__", "").endswith("_")
@@ -82,7 +82,7 @@ class PromotingInterpreter(LoweringInterpreter):
 
 
 def _apart(value: torch.Tensor, proxy: Any, tracer: Any) -> torch.Tensor:
-    """``value`` keeps the proxy that it had; the op that returned it gets a twin (unless it wrote in place)."""
+    """Return a new tensor for the op that returned ``value``, which keeps its proxy (unless the op wrote in place)."""
     newest = get_proxy_slot(value, tracer)
     target = getattr(newest.proxy.node, "target", None)
     in_place = isinstance(target, OpOverload) and schema_of(target).is_mutable

@@ -1,4 +1,4 @@
-"""Dynamo's graph of torch functions → pre-dispatch ATen, with module path and source line on every node.
+"""Lower Dynamo's graph of torch functions to pre-dispatch ATen, with module path and source line on every node.
 
 torch 2.13 internals used here, and why:
 
@@ -43,8 +43,8 @@ def lower(
 ) -> fx.GraphModule:
     """Lower one graph from Dynamo. ``modules`` maps ``id(module)`` to its path in the user's model.
 
-    ``fakes``: values for the graph's inputs other than those of ``example_inputs``. ``promote``: where torch refuses
-    operands of two float dtypes, take the wider (for the twin, see ``twin.py``).
+    ``fakes``: values for the graph's inputs to use instead of ``example_inputs``. ``promote``: where torch refuses
+    operands of two float dtypes, use the wider one (for the twin, see ``twin.py``).
     """
     if fakes is None:
         fakes, mode = fakify(example_inputs)
@@ -77,7 +77,7 @@ def lower(
 
 
 def _take_out_loss(gm: fx.GraphModule) -> int | None:
-    """``amp::loss`` says which output is the loss of a training step: drop the node and give back the place."""
+    """Remove the node ``amp::loss``, which marks the loss of a training step; return the position of that output."""
     last = next(iter(reversed(gm.graph.nodes)))
     place = None
     for node in list(gm.graph.nodes):
@@ -90,14 +90,15 @@ def _take_out_loss(gm: fx.GraphModule) -> int | None:
 
 
 def _output_dtypes(gm: fx.GraphModule) -> list[torch.dtype | None]:
-    """What the model's outputs are: Dynamo ran nested autocast regions, while lowering makes nodes of them."""
+    """Return the dtypes of the model's outputs. Only Dynamo's values have them: it ran nested autocast regions, while
+    lowering turns them into nodes."""
     last = next(iter(reversed(gm.graph.nodes)))
     values = [n.meta.get("example_value") if isinstance(n, fx.Node) else None for n in pytree.tree_leaves(last.args[0])]
     return [v.dtype if isinstance(v, torch.Tensor) else None for v in values]
 
 
 def why_not(gm: fx.GraphModule) -> str | None:
-    """Why a graph from Dynamo must not be lowered, or None.
+    """Return why a graph from Dynamo must not be lowered; None if it may be.
 
     Tracing runs the graph on fakes. A tensor that the graph holds itself (optimizer state) is real and would be
     written to; levels of torch.func exist only at run time, and a fake would leak out of them.
@@ -118,7 +119,7 @@ def why_not(gm: fx.GraphModule) -> str | None:
 
 
 def fakify(example_inputs: Sequence[Any]) -> tuple[list[Any], Any]:
-    """The inputs as AOTAutograd's fakes, and their fake mode."""
+    """Return the inputs as AOTAutograd's fakes, and their fake mode."""
     from torch._functorch._aot_autograd.frontend_utils import construct_fake_mode, process_inputs
     from torch._functorch._aot_autograd.schemas import AOTConfig
 
@@ -150,18 +151,18 @@ def _tracing(mode: Any) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------ decompositions
 
 def decompositions(policy: Policy) -> Decompositions:
-    """What to take apart while lowering: RNNs always (torch's fused CPU op has no usable backward under
-    AOTAutograd); under ``Policy.torch`` every composite op that autocast does not list, because autocast
+    """Return the ops to decompose while lowering: RNNs always (torch's fused CPU op has no usable backward under
+    AOTAutograd), and under ``Policy.torch`` every composite op that autocast does not list, because autocast
     sees the ops inside it."""
     table: Decompositions = {} if policy.autocast_device is None else _composites(policy)
     table.update(recurrent.decompositions(policy))
     return table
 
 
-#: composites that a trace cannot take apart: the C++ body of the first asks for a dtype and would be fp32 for
-#: ever, that of the second stops gradients, which no node would show
+#: composites that a trace must not decompose: the C++ body of the first reads a dtype, which would stay fp32
+#: for good; that of the second stops gradients, which no node would show
 KEEP_WHOLE = ("rms_norm", "cosine_similarity")
-#: composites that only move values, and do it with an op that autocast lists (reflection_pad2d)
+#: composites that only move values, but with an op that autocast lists (reflection_pad2d)
 HOLDS_LISTED = ("pad",)
 
 
@@ -181,7 +182,7 @@ def _composites(policy: Policy) -> Decompositions:
         if name in listed or row is None or row.cls is OpClass.KEEP or row.name in KEEP_WHOLE or op is None:
             continue
         if row.cls is OpClass.EXACT and row.name not in HOLDS_LISTED:
-            continue  # what only moves values holds nothing that autocast would cast
+            continue  # it only moves values: autocast casts nothing inside it
         table[op] = op.decompose
     return table
 

@@ -1,4 +1,4 @@
-"""Where the nodes of a captured graph come from: module paths, and the inputs' names as the user knows them."""
+"""The origin of the nodes of a captured graph: module paths, and the names by which users know the inputs."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import fx
 
 from .. import ir
 
-#: the class of a compiled function inside of the model: a module to torch, but none of the model's
+#: the class of a compiled function inside of the model: a module for torch, but not one of the model's modules
 COMPILED_FUNCTION = "AmpFunction"
 
 
 def _class_name(cls: Any) -> str:
-    """The plain name of a class that a tracer names itself, or by a text."""
+    """Return the plain name of a class that a tracer gives as a class or as text."""
     return str(getattr(cls, "__qualname__", cls)).rpartition(".")[2]
 
 
 def annotate_origin(gm: fx.GraphModule, modules: Mapping[int, str]) -> None:
-    """Write each node's module stack with paths as ``named_modules`` has them."""
+    """Write each node's module stack, with paths as in ``named_modules``."""
     cache: dict[int, list[tuple[str, Any]]] = {}
     for node in gm.graph.nodes:
         raw = node.meta.get("nn_module_stack")
@@ -48,17 +48,17 @@ def _path(key: Any, name: str, modules: Mapping[int, str]) -> str:
 
 
 def mark_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Traced values are detached, so what is a leaf that needs a gradient has to be written down."""
+    """Mark the inputs that are leaves and need a gradient: their traced values are detached and don't show it."""
     places = [n for n in gm.graph.nodes if n.op == "placeholder"]
     for node, value in zip(places, example_inputs, strict=True):
         if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf:
             node.meta[ir.PARAMETER] = True
         elif "_buffers[" in _source_text(node) and holds_large_values(value):
-            node.meta[ir.CONSTANT] = value  # a mask that was registered: no dtype of ours could hold it
+            node.meta[ir.CONSTANT] = value  # a registered mask, too large for fp16
 
 
 def holds_large_values(value: Any) -> bool:
-    """Whether a buffer holds finite values that fp16 cannot, as a mask of -1e9 does."""
+    """True if a buffer holds finite values that are too large for fp16, as a mask of -1e9 does."""
     plain = type(value) is torch.Tensor and value.dtype is torch.float32 and value.layout is torch.strided
     if not plain or not 0 < value.numel() <= 1 << 20:
         return False
@@ -81,14 +81,14 @@ def name_inputs(source: fx.GraphModule, lowered: fx.GraphModule) -> None:
 
 
 def _source_text(node: fx.Node) -> str:
-    """Where an input of the graph comes from, as Dynamo writes it: ``L['self']._parameters['weight']``."""
+    """Return the source of an input of the graph as Dynamo writes it, such as ``L['self']._parameters['weight']``."""
     origin = getattr(node, "_dynamo_source", None)
     text = origin.name if origin is not None else str(node.target)
     return text() if callable(text) else str(text)
 
 
 def _input_name(source: str) -> str:
-    """``x`` for ``L['x']``, ``args_0`` for ``L['args'][0]``, ``encoder_0_weight`` for a parameter's source."""
+    """Return ``x`` for ``L['x']``, ``args_0`` for ``L['args'][0]``, ``encoder_0_weight`` for a parameter's source."""
     if re.search(r"_(parameters|buffers)\[", source):
         path = _path("", source, {})
         name = re.sub(r"\W+", "_", path).strip("_")

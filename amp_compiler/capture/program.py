@@ -1,8 +1,8 @@
-"""ExportedPrograms taken apart and put together again, around a graph that passes have rewritten.
+"""Take ExportedPrograms apart and rebuild them around a graph that passes have rewritten.
 
 torch 2.13: an ExportedProgram is a graph, a signature that names each input and output, and the tensors behind the
 inputs; ``torch.export.ExportedProgram(...)`` checks that they agree. Its serializer writes the graph as JSON, and the
-deserializer takes tensors that were read elsewhere.
+deserializer accepts tensors that were read elsewhere.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _BY_NAME = {name: kind for kind, name in _KINDS.items()}
 
 
 def weights_of(program: ExportedProgram) -> Weights:
-    """What stands behind the first inputs of a program's graph."""
+    """Return the weights behind the first inputs of a program's graph."""
     found = {}
     for spec in program.graph_signature.input_specs:
         if spec.kind in _KINDS and spec.target is not None:
@@ -56,7 +56,7 @@ def _same(value: torch.Tensor) -> torch.Tensor:
 
 
 def _memory(value: torch.Tensor) -> Any:
-    """Equal for two tensors that are the same elements of the same memory."""
+    """Return a key that is equal for two tensors that are the same elements of the same memory."""
     if value.layout is not torch.strided or type(value.data) is not torch.Tensor or not value.numel():
         return id(value)
     return value.untyped_storage().data_ptr(), value.storage_offset(), tuple(value.shape), value.stride()
@@ -89,7 +89,7 @@ def rebuild(
     frame: Frame, graph: fx.Graph, make: Callable[[fx.Node, Weight], torch.Tensor], weights: Weights,
     *, out_spec: Any = None, example_inputs: Any = None,
 ) -> ExportedProgram:  # fmt: skip
-    """The program around a graph that was its own or a copy of it, with the weights as ``make`` gives them."""
+    """Rebuild a program around its own graph or a copy of it, with the weights that ``make`` returns."""
     before = {spec.arg.name: spec for spec in frame.inputs}
     inputs: list[InputSpec] = []
     state: dict[str, Any] = {}
@@ -132,7 +132,7 @@ def rebuild(
 
 
 def flat_inputs(program: ExportedProgram) -> tuple[list[Any], Any]:
-    """The example inputs in the order of the graph's own inputs, and how to put them together again."""
+    """Return the example inputs in the order of the graph's own inputs, and the spec to unflatten them."""
     from torch.export._tree_utils import reorder_kwargs
 
     args, kwargs = program.example_inputs
@@ -140,7 +140,8 @@ def flat_inputs(program: ExportedProgram) -> tuple[list[Any], Any]:
 
 
 def _holder(graph: fx.Graph) -> nn.Module:
-    """A module with what ``graph`` names by get_attr: the bodies of higher-order ops, constants of inlined regions."""
+    """Return a module with the targets of ``graph``'s get_attr nodes: bodies of higher-order ops, constants of inlined
+    regions."""
     holder = nn.Module()
     for node in graph.nodes:
         if node.op == "get_attr":
@@ -152,8 +153,8 @@ def _holder(graph: fx.Graph) -> nn.Module:
 
 
 def plain_spec(spec: Any) -> Any:
-    """The same tree with tuples, lists and dicts only: any other class would have to be known where a file is loaded.
-    What names its children (a dataclass, a ``ModelOutput``) becomes a dict, what does not a tuple."""
+    """Return the same tree with tuples, lists and dicts only: any other class would have to be known where a file is
+    loaded. Classes that name their children (a dataclass, a ``ModelOutput``) become dicts, others tuples."""
     if spec.is_leaf():
         return spec
     children = [plain_spec(child) for child in spec.children()]
@@ -166,7 +167,7 @@ def plain_spec(spec: Any) -> Any:
 
 
 def _keys(context: Any) -> list[str] | None:
-    """Names of children among what a class tells of itself: a list of names, or one inside a pair."""
+    """Return the names of the children in a class's pytree context: a list of names, or one inside a pair."""
     for found in (context, *(context if isinstance(context, (list, tuple)) else ())):
         if isinstance(found, (list, tuple)) and found and all(isinstance(key, str) for key in found):
             return list(found)
@@ -177,21 +178,21 @@ def _keys(context: Any) -> list[str] | None:
 
 
 def functional(program: ExportedProgram) -> ExportedProgram:
-    """A copy of a program in functional ATen, as AOTAutograd's inference graphs are; dynamic shapes stay dynamic.
+    """Return a copy of a program in functional ATen, like AOTAutograd's inference graphs; dynamic shapes stay dynamic.
 
-    torch 2.13: ``run_decompositions`` keeps composite ops that its table does not name, so the table names those that
-    passes on functional graphs want to see inside of.
+    torch 2.13: ``run_decompositions`` keeps composite ops that its table does not name, so the table names those whose
+    contents passes on functional graphs need to see.
     """
     aten, known = torch.ops.aten, torch.export.default_decompositions()
     composites = [getattr(getattr(aten, name), overload) for name, overload in COMPOSITES]
     table = {op: known[op] for op in composites}
     with torch._C._DisableAutocast(), torch.no_grad(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)  # torch copies its own tree specs
+        warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)  # caused by torch copying its own tree specs
         result: ExportedProgram = program.run_decompositions(table)
     return result
 
 
-#: ops that hold a matrix product, a convolution or attention
+#: ops that contain a matrix product, a convolution or attention
 COMPOSITES = (
     ("linear", "default"), ("matmul", "default"), ("einsum", "default"), ("tensordot", "default"),
     ("scaled_dot_product_attention", "default"),
@@ -201,7 +202,7 @@ COMPOSITES = (
 
 
 def foreign_ops(program: ExportedProgram) -> list[str]:
-    """The ops of a program that torch alone does not have."""
+    """Return the ops of a program that plain torch does not have."""
     found = []
     for _, inner in ir.all_graphs(program.graph_module):
         for node in inner.graph.nodes:
@@ -214,7 +215,7 @@ def foreign_ops(program: ExportedProgram) -> list[str]:
 
 
 def to_json(program: ExportedProgram) -> str:
-    """The graph of a program without any tensor."""
+    """Return the graph of a program as JSON, without any tensor."""
     from torch._export.serde.serialize import serialize
 
     found = serialize(program, serialize_state_dict=False, serialize_constants=False, serialize_example_inputs=False)
@@ -222,24 +223,24 @@ def to_json(program: ExportedProgram) -> str:
 
 
 def from_json(text: str | bytes, state: dict[str, Any], constants: dict[str, Any], example: Any) -> ExportedProgram:
-    """A program of a graph and tensors that were read by other means. ``text`` must have been checked before."""
+    """Return a program from a graph and tensors that were read by other means. ``text`` must have been checked."""
     from torch._export.serde import schema
     from torch._export.serde.serialize import ExportedProgramDeserializer, _bytes_to_dataclass
 
     data = text.encode() if isinstance(text, str) else text
     graph = _bytes_to_dataclass(schema.ExportedProgram, data)
-    given: Any = example or {}  # tuples and dicts are taken as they are; bytes would be unpickled
+    given: Any = example or {}  # tuples and dicts are used as they are; bytes would be unpickled
     return ExportedProgramDeserializer().deserialize(graph, state, constants, given)
 
 
 def parts(archive: zipfile.ZipFile) -> tuple[bytes, bytes]:
-    """(the graph's JSON, the example inputs' file) of an archive."""
+    """Return (the graph's JSON, the example inputs' file) of an archive."""
     root = archive.namelist()[0].split("/", 1)[0]
     return archive.read(f"{root}/models/model.json"), archive.read(f"{root}/data/sample_inputs/model.pt")
 
 
 def load(file: IO[bytes], graph: bytes, sample: bytes) -> ExportedProgram:
-    """The program in an archive that was checked to hold no pickled tensor."""
+    """Load the program from an archive that was checked to contain no pickled tensor."""
     from torch.export.pt2_archive._package import PT2ArchiveReader, _load_constants, _load_state_dict
 
     with PT2ArchiveReader(file) as reader:

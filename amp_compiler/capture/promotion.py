@@ -1,7 +1,7 @@
-"""Operands of two float dtypes where torch refuses them: both in one dtype, and no cast in the graph.
+"""Promote operands of two float dtypes where torch refuses them, without a cast in the graph.
 
-A graph that is traced in the low dtype (``twin.py``) holds tensors that the code made itself in fp32, and some ops have
-no kernel for a low dtype. Under autocast such code runs; traced as it stands, it would not.
+A graph that is traced in low precision (``twin.py``) holds tensors that the code itself created in fp32, and some ops
+have no low-precision kernel. Such code runs under autocast, but could not be traced as it stands.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ..common.torch_names import pytree
 
 
 def promoting(call: Callable[[Any, Any], Any], args: Any, kwargs: Any, in_place: bool, alike: Any = None) -> Any:
-    """Call an op; if torch refuses it in the low dtype, or for operands of two, again with all of them in one.
+    """Call an op; if torch refuses it in low precision or for mixed dtypes, call it again with one dtype for all.
 
-    In the twin a parameter is low and what the code made itself may be fp32, and some ops (fft, linalg) have no low
-    kernel: a model that runs under autocast need not run in pure low precision. ``alike(tensor, dtype)`` converts
-    one operand.
+    In the twin a parameter is low and tensors that the code created may be fp32, and some ops (fft, linalg) have no
+    low-precision kernel: a model that runs under autocast need not run in pure low precision. ``alike(tensor, dtype)``
+    converts one operand.
     """
     try:
         return call(args, kwargs)
@@ -45,7 +45,7 @@ def promoting(call: Callable[[Any, Any], Any], args: Any, kwargs: Any, in_place:
 
 
 def converted(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``value`` in another dtype, for the tracer still the same value."""
+    """Return ``value`` in another dtype; to the tracer it is still the same value."""
     mode = get_proxy_mode()
     if mode is None:
         return value.to(dtype)

@@ -1,10 +1,10 @@
-"""Recurrent layers while a graph is lowered: layer by layer, and an LSTM's layer on a CPU as one op.
+"""Lowering of recurrent ops: they are decomposed into layers, and a layer of an LSTM on a CPU becomes one op.
 
-torch 2.13 takes ``aten.lstm``, ``gru`` and ``rnn_*`` apart in Python while it traces (``torch._decomp``). Two things
-are ours instead. *Dropout* between layers: torch's decomposition leaves it out (its test for the last layer,
-``num_layers < i - 1``, is never true), so that such a model would train without it and without a word. *An LSTM's
-layer* on a CPU is ``amp::lstm_layer`` (``kernels/lstm.py``), one op for the whole sequence, not thirty ops a step.
-``Policy.torch`` takes it apart: its results are those of autocast around torch's own cells.
+torch 2.13 decomposes ``aten.lstm``, ``gru`` and ``rnn_*`` in Python while it traces (``torch._decomp``). Two things are
+done differently here. *Dropout* between layers: torch's decomposition omits it (its test for the last layer,
+``num_layers < i - 1``, is never true), so such a model would silently train without it. *An LSTM layer* on a CPU is
+``amp::lstm_layer`` (``kernels/lstm.py``), one op for the whole sequence instead of thirty ops per time step.
+``Policy.torch`` decomposes it too: its results must be those of autocast around torch's own cells.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _OPS = (aten.lstm.input, aten.lstm.data, aten.gru.input, aten.gru.data, aten.rnn
         aten.rnn_relu.input, aten.rnn_relu.data)  # fmt: skip
 
 Results = tuple[Tensor, ...]
-#: a layer of any kind: (input, states, parameters, biases, train, both directions) -> (output, states after it)
+#: any kind of layer: (input, states, parameters, biases, train, both directions) -> (output, new states)
 Layer = Callable[[Tensor, list[Tensor], list[Tensor], bool, bool, bool], Results]
 
 
 def decompositions(policy: Policy) -> dict[Any, Callable[..., Any]]:
-    """How to take each recurrent op apart."""
+    """Return the decomposition of each recurrent op."""
     from torch._decomp import get_decompositions
 
     torchs = {**get_decompositions(_OPS), aten.lstm.input: _lstm}
@@ -42,8 +42,8 @@ def _lstm(
     input: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], has_biases: bool, num_layers: int, dropout: float,
     train: bool, bidirectional: bool, batch_first: bool,
 ) -> Results:  # fmt: skip
-    """torch's own decomposition (torch 2.13: ``lstm_impl``), but for its choice of ``mkldnn_rnn_layer``, which
-    AOTAutograd cannot differentiate. The switch of that choice, ``torch.backends.mkldnn.enabled``, would act on the
+    """torch's own decomposition (torch 2.13: ``lstm_impl``), except that it never chooses ``mkldnn_rnn_layer``, which
+    AOTAutograd cannot differentiate. The switch for that choice, ``torch.backends.mkldnn.enabled``, would act on the
     whole process."""
     from torch._decomp import decompositions as d
 
@@ -69,7 +69,7 @@ def _padded(
     states = _listed(hx)
     x = input.transpose(0, 1) if batch_first else input
     if isinstance(x.shape[0], int) and x.shape[0] == 0:
-        raise RuntimeError("Expected sequence length to be larger than 0 in RNN")  # as torch says it
+        raise RuntimeError("Expected sequence length to be larger than 0 in RNN")  # torch's own message
     own = whole and len(states) == 2 and _is_ours(x, states, params)
     out, *after = _layers(
         _lstm_layer if own else torch_layer, x, states, params, has_biases, num_layers, dropout, train, bidirectional
@@ -111,7 +111,7 @@ def _layers(
 
 
 def _is_ours(x: Tensor, states: list[Tensor], params: Sequence[Tensor]) -> bool:
-    """Not with a projection, whose state is narrower than its cell; and an fp64 LSTM is left to torch."""
+    """True if our op can run the layers: not with a projection, whose state is narrower than its cell, nor in fp64."""
     h, c = states
     tensors = (x, h, c, *params)
     known = all(t.device.type == "cpu" and t.dtype in (torch.float32, *LOW) for t in tensors)

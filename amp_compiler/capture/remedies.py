@@ -1,7 +1,7 @@
-"""What a user can do about a graph break, told from Dynamo's own words (torch 2.13 to 2.15: the only place that tells).
+"""Advice on graph breaks, chosen by Dynamo's message (in torch 2.13 to 2.15, nothing else says what happened).
 
-Dynamo's text has several lines: the first says what it met, a later one ("Developer debug context") names the objects.
-An advice is a line to type, with the names of the user's own code where that text has them.
+Dynamo's text has several lines: the first says what it found, a later one ("Developer debug context") names the
+objects. The advice is a line to type, with names from the user's own code where that text has them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _IGNORE = "the model logs while it runs; to have Dynamo skip it, call torch._dyn
 
 
 class Reason(str):
-    """The first line of why a graph ended. ``whole``: all that Dynamo says about it. ``source``: the user's line."""
+    """The first line of why a graph ended. ``whole``: Dynamo's complete text. ``source``: the user's line."""
 
     whole: str
     source: str
@@ -38,7 +38,7 @@ class Reason(str):
 
 
 def remedy(reason: str, code: str = "") -> str:
-    """What helps against a graph break, to be put behind its reason. ``code``: the user's line, if it is known."""
+    """Return advice on a graph break, to append to its reason. ``code``: the user's line, if it is known."""
     whole = getattr(reason, "whole", reason)
     return next((f": {advise(whole, code)}" for part, advise in REMEDIES.items() if part in whole), "")
 
@@ -66,7 +66,7 @@ def _always(text: str) -> Callable[[str, str], str]:
     return lambda whole, code: text
 
 
-#: part of what Dynamo says -> what to advise
+#: a part of Dynamo's message -> the advice
 REMEDIES: dict[str, Callable[[str, str], str]] = {
     "Dynamic shape operator": _always(
         "sizes that depend on values (nonzero, masked_select) are captured with "

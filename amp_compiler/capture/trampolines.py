@@ -1,12 +1,12 @@
-"""Trampolines: code that stands in for a Python frame, hands its arguments to a function of ours and does nothing else.
+"""Trampolines: code that replaces a Python frame, passes its arguments to a function of ours and does nothing else.
 
-The function runs the original inside of a method of ``Outside``, which is in charge of the code that is not captured.
+The function runs the original inside of a method of ``Outside``, which handles the code that is not captured.
 ``frames.py`` decides which frames get one; trampolines live in Dynamo's code cache, under our backend only.
 
-torch 2.13 internals, and why: ``GuardedCode`` with an empty ``GuardManagerWrapper`` (how a callback gives a frame other
-code), ``transform_code_object`` (assembles that code for the Python version at hand),
-``_get_cache_entries_for_region`` (two threads may meet one frame), ``set_eval_frame`` (our own functions must not be
-looked at), ``trace_rules.check`` (files that Dynamo never captures).
+torch 2.13 internals, and why: ``GuardedCode`` with an empty ``GuardManagerWrapper`` (how a callback replaces a frame's
+code), ``transform_code_object`` (assembles that code for the running Python version),
+``_get_cache_entries_for_region`` (two threads may reach one frame), ``set_eval_frame`` (Dynamo must not look at our own
+functions), ``trace_rules.check`` (files that Dynamo never captures).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from torch import nn
-from torch._C._dynamo import eval_frame  # the C part: it does not import Dynamo
+from torch._C._dynamo import eval_frame  # the C part, which does not import Dynamo
 
 _PACKAGE = str(Path(__file__).parent.parent)
 _ACTION = eval_frame._FrameAction
@@ -29,18 +29,18 @@ SKIP = eval_frame._FrameExecStrategy(_ACTION.SKIP, _ACTION.DEFAULT)
 
 
 class Outside(Protocol):
-    """What to do with code that is not captured."""
+    """Decides how code that is not captured runs."""
 
-    watches_disabled: bool  # a function under torch.compiler.disable was met
+    watches_disabled: bool  # a function under torch.compiler.disable was called
     under_autocast: bool  # plain code runs under torch.autocast as a whole
     over_limit: bool  # Dynamo has compiled some code so often that it does not compile it again
 
     def is_plain(self) -> bool:
-        """Whether this thread is in code that runs as plain Python."""
+        """True if this thread is in code that runs as plain Python."""
         ...
 
     def plain(self, call: Callable[[], Any]) -> Any:
-        """Run code that Dynamo has left."""
+        """Run code that Dynamo does not capture."""
         ...
 
     def captured(self, call: Callable[[], Any]) -> Any:
@@ -48,24 +48,24 @@ class Outside(Protocol):
         ...
 
     def raises(self, code: types.CodeType) -> None:
-        """Code that fails each time it is traced runs as plain Python from now on."""
+        """Run ``code``, which fails each time it is traced, as plain Python from now on."""
         ...
 
     def module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[[], Any]) -> Any:
-        """A module that is called by uncaptured code; ``call`` runs it as it is, under Dynamo."""
+        """Run a module that is called by uncaptured code; ``call`` runs it as it is, under Dynamo."""
         ...
 
 
 @functools.lru_cache(maxsize=4096)
 def is_library(code: types.CodeType) -> bool:
-    """Whether Dynamo never captures this code by itself: torch's own, the standard library's."""
+    """True for code that Dynamo never captures by itself: torch's own and the standard library's."""
     from torch._dynamo import trace_rules
 
     return bool(trace_rules.check(code))
 
 
 def existing_trampoline(code: types.CodeType) -> Any:
-    """The trampoline that another thread has made since this one looked for one, or None."""
+    """Return a trampoline that another thread has made in the meantime, or None."""
     for entry in eval_frame._get_cache_entries_for_region(code, eval_frame.get_eval_frame_isolate_recompiles_id()):
         if getattr(entry.guard_manager, "is_trampoline", False):
             return guarded(entry.code)
@@ -105,7 +105,8 @@ def module_runner(outside: weakref.ref[Outside]) -> Callable[..., Any]:
 
 
 def disabled_runner(code: types.CodeType, scope: dict[str, Any], outside: weakref.ref[Outside]) -> Callable[..., Any]:
-    """Functions of the user's that are disabled for Dynamo run as plain code, and all that they call. Graphs go by."""
+    """Return a function that runs user functions under ``torch.compiler.disable``, and all that they call, as plain
+    code. Graphs, which are called the same way, run as they are."""
     plain, place = runner(code, scope, outside, "plain"), code.co_freevars.index("fn")
     same = code.replace()
     users: dict[Any, bool] = {}
@@ -127,7 +128,7 @@ def disabled_runner(code: types.CodeType, scope: dict[str, Any], outside: weakre
 def runner(
     code: types.CodeType, scope: dict[str, Any], outside: weakref.ref[Outside], how: Literal["plain", "captured"]
 ) -> Callable[..., Any]:
-    """What a trampoline calls: the original code, under another identity, inside of a method of ``Outside``."""
+    """Return what a trampoline calls: a function that runs a copy of the original code in a method of ``Outside``."""
     same = code.replace()
     if how == "plain":
         eval_frame.set_code_exec_strategy(same, SKIP)
@@ -160,7 +161,7 @@ def runner(
 
 
 def trampoline(code: types.CodeType, run: Callable[..., Any]) -> types.CodeType:
-    """Code for the same frame that does nothing but ``return run((argument, ...), (free variable, ...))``."""
+    """Return code for the same frame that only does ``return run((argument, ...), (free variable, ...))``."""
     from torch._dynamo import bytecode_transformation as assembler
 
     given = code.co_argcount + code.co_kwonlyargcount

@@ -1,19 +1,19 @@
-"""The twin: the same code traced once more, with every fp32 tensor a fake of the low dtype.
+"""The twin: a second trace of the same code, in which every fp32 tensor is a fake of the low-precision dtype.
 
-A graph traced in fp32 hides what the code asks of a dtype: ``x.to(y.dtype)`` and ``x.to(torch.float32)`` are one and
-the same there. In the twin they differ, and the pass ``mark_dtype_origin`` compares the two.
+A graph traced in fp32 hides where the code asks for dtypes: ``x.to(y.dtype)`` and ``x.to(torch.float32)`` look the same
+there. In the twin they differ, and the pass ``mark_dtype_origin`` compares the two.
 
 Under Dynamo the twin is made frame by frame, from inside the backend: Dynamo reads the frame's bytecode a second
-time, symbolically, so none of the user's Python runs and nothing of the user's changes, also where the graph breaks.
+time, symbolically, so none of the user's Python runs and no object of the user changes, even where the graph breaks.
 Under ``torch.export`` the forward does run a second time, on a deep copy whose tensors are fakes (no memory).
 
 torch 2.13 internals, and why: ``InstructionTranslator.current_tx`` and ``convert_frame.compile_frame`` (the frame that
-is being compiled, and the function that reads one; no public way leads to either), ``FakeTensorMode.from_tensor`` and
+is being compiled, and the function that reads one; neither has a public equivalent), ``FakeTensorMode.from_tensor`` and
 ``torch._dynamo.utils.run_node`` (wrapped while the twin is read, for this thread only: there tensors become low, and
 operands of two dtypes are promoted where torch would refuse them), ``TensorVariable.method_attr_dtype``,
 ``ConstantVariable.as_proxy`` and its ``compat.attribute_method``, ``UserDefinedClassVariable.call_function`` and
-``SubgraphTracer.create_proxy`` (wrapped likewise, to follow a dtype, or a limit of it, from the tensor that was asked
-for it to the call that names it).
+``SubgraphTracer.create_proxy`` (wrapped likewise, to follow a dtype, or one of its limits, from the tensor that it was
+read from to the call that names it).
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from .promotion import converted, promoting
 
 
 class _Seen(Exception):
-    """The twin's graph is there; Dynamo need not go on to make bytecode of it."""
+    """Stops Dynamo once the twin's graph has been recorded: no bytecode is needed."""
 
 
 def twin_of_frame(policy: Policy, modules: Mapping[int, str]) -> fx.GraphModule | None:
-    """The frame that Dynamo is compiling right now, read once more in ``policy.low`` and lowered. None if Dynamo
+    """Read the frame that Dynamo is compiling once more in ``policy.low``, and return its lowered graph. None if Dynamo
     finds no tensor op there."""
     from torch._dynamo import convert_frame
     from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -51,7 +51,7 @@ def twin_of_frame(policy: Policy, modules: Mapping[int, str]) -> fx.GraphModule 
 
     try:
         frame: Any = InstructionTranslator.current_tx().output.root_tx
-    except AttributeError:  # torch has no question for it: nothing is being compiled, the graph came another way
+    except AttributeError:  # nothing is being compiled, the graph does not come from Dynamo; torch has no test for that
         return None
     found: list[fx.GraphModule] = []
 
@@ -79,7 +79,7 @@ def twin_of_frame(policy: Policy, modules: Mapping[int, str]) -> fx.GraphModule 
 
 @contextlib.contextmanager
 def _fake_mode_of(values: Sequence[Any]) -> Iterator[None]:
-    """Dynamo hands a backend a new fake mode, for the inputs; the twin's inputs are fakes of the old one."""
+    """Use the fake mode of ``values``: Dynamo gives a backend a new one, but the twin's inputs are fakes of the old."""
     context = torch._guards.TracingContext.get()
     before = context.fake_mode
     context.fake_mode = next((v.fake_mode for v in values if hasattr(v, "fake_mode")), before)
@@ -94,14 +94,14 @@ def _fresh(value: Any) -> Any:
         return value
     fresh: Any = _like(value, ir.retype(value, value.dtype))
     # torch 2.13: a Python float that changes from call to call is a tensor of no dimensions; its ``item()`` is a symbol
-    # that Dynamo keeps on the fake, and fails on a fake that has none
+    # that Dynamo keeps on the fake, and Dynamo fails on a fake without one
     if (number := getattr(value, "item_memo", None)) is not None:
         fresh.item_memo = number
     return fresh
 
 
 def _like(value: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
-    """``fresh`` with a gradient if ``value`` has one; one that is no leaf may be written to."""
+    """Return ``fresh`` with the ``requires_grad`` of ``value``, and a non-leaf, which may be written to, if that is."""
     fresh.requires_grad_(value.requires_grad)
     if value.is_leaf:
         return fresh
@@ -130,7 +130,7 @@ def _low_fakes(low: torch.dtype) -> Iterator[None]:
         call = lambda a, k: run(tracer, node, a, k, nnmodule)  # noqa: E731
         return promoting(call, args, kwargs, in_place=str(node.target).endswith("_") or "setitem" in str(node.target))
 
-    # Dynamo compiles one frame at a time, but export holds no lock
+    # Dynamo compiles one frame at a time, but export takes no lock
     with replaced(FakeTensorMode, "from_tensor", from_tensor), replaced(utils, "run_node", run_node):
         yield
 
@@ -138,7 +138,7 @@ def _low_fakes(low: torch.dtype) -> Iterator[None]:
 def _lowered(fake: Any, low: torch.dtype, parameter: bool) -> torch.Tensor:
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-    # a parameter may be met for the first time inside of a vmap, and is no batched tensor
+    # a parameter may first be used inside of a vmap, but isn't a batched tensor
     with temporarily_clear_interpreter_stack(), fake.fake_mode, torch.no_grad():
         new = torch.empty_strided(fake.size(), fake.stride(), dtype=low, device=fake.device)
         return nn.Parameter(new, fake.requires_grad) if parameter else _like(fake, new)
@@ -146,8 +146,8 @@ def _lowered(fake: Any, low: torch.dtype, parameter: bool) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _followed_dtypes() -> Iterator[None]:
-    """While Dynamo reads: note on each call that names a dtype the tensor whose dtype it is (``ir.DTYPE_OF``), and on
-    each that has a limit of a dtype as a number (``torch.finfo(x.dtype).min``) likewise (``ir.NUMBER_OF``)."""
+    """While Dynamo reads, record on each call that names a dtype the tensor whose dtype it is (``ir.DTYPE_OF``), and
+    likewise on each call with a dtype's limit as a number (``torch.finfo(x.dtype).min``; ``ir.NUMBER_OF``)."""
     from torch._dynamo.output_graph import SubgraphTracer
     from torch._dynamo.variables.constant import ConstantVariable
     from torch._dynamo.variables.tensor import TensorVariable
@@ -157,10 +157,10 @@ def _followed_dtypes() -> Iterator[None]:
     make, attribute = UserDefinedClassVariable.call_function, attribute_method(ConstantVariable)
     read = getattr(ConstantVariable, attribute)
     asked: dict[int, tuple[Any, fx.Node]] = {}  # by id of Dynamo's constant: the constant, and the tensor's node
-    named: list[tuple[Any, fx.Node]] = []  # a constant that goes into the next call
+    named: list[tuple[Any, fx.Node]] = []  # constants that are arguments of the next call
 
     def from_tensor(found: Any, node: fx.Node | None) -> Any:
-        """``found``, remembered as a constant that comes of the dtype of ``node``."""
+        """Return ``found``, recorded as a constant that derives from the dtype of ``node``."""
         if node is None or not found.is_python_constant():
             return found
         found = copy.copy(found)  # Dynamo may share one object among equal constants
@@ -209,7 +209,7 @@ def _followed_dtypes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The second reading leaves no mark in Dynamo's counts, from which reports tell what was not captured."""
+    """Keep the second reading out of Dynamo's counts, from which reports learn what was not captured."""
     from torch._dynamo.utils import counters
 
     before = {key: copy.copy(value) for key, value in counters.items()}
@@ -224,14 +224,14 @@ def _quiet() -> Iterator[None]:
 
 
 def sharing_copy(model: nn.Module) -> nn.Module:
-    """A deep copy whose parameters and buffers are the model's own tensors: other Python state, no memory."""
+    """Return a deep copy with its own Python state whose parameters and buffers are the model's own tensors."""
     tensors = (*model.parameters(), *model.buffers())
     return copy.deepcopy(model, {id(t): t for t in tensors})
 
 
 @contextlib.contextmanager
 def low_trace(low: torch.dtype) -> Iterator[None]:
-    """What ``torch.export`` traces inside is traced in ``low``."""
+    """Make ``torch.export`` trace in ``low`` inside the block."""
     with _low_fakes(low), _PromotingMode():
         yield
 

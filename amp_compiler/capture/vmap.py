@@ -1,9 +1,9 @@
-"""``torch.vmap`` in a graph of Dynamo's → the plain ops that it stands for.
+"""Replace ``torch.vmap`` in a Dynamo graph by the plain ops that it stands for.
 
 Dynamo writes a vmap as calls that open and close a level of torch.func around ops on batched tensors. The pre-dispatch
-tracer sits above those levels and would take a batched tensor for a value of the graph. So each stretch from the first
+tracer is above those levels and would take a batched tensor for a value of the graph. So each section from the first
 ``_vmap_increment_nesting`` to its ``_vmap_decrement_nesting`` is traced by itself, below them, where batching rules
-have made plain ATen of it; ``lower`` then runs that in place of the stretch.
+have turned it into plain ATen; ``lower`` then runs that instead of the section.
 
 torch 2.13: the names of those calls, in ``torch._functorch.predispatch`` and ``torch._functorch.vmap``.
 """
@@ -24,7 +24,7 @@ KNOWN = frozenset({OPEN, CLOSE, "lazy_load_decompositions", "_add_batch_dim", "_
 
 
 def is_functorch(node: fx.Node) -> bool:
-    """True for a call that works on levels of torch.func."""
+    """True for a call that opens, closes or uses levels of torch.func."""
     if node.op != "call_function" or isinstance(node.target, torch._ops.HigherOrderOperator):
         return False
     return "functorch" in (getattr(node.target, "__module__", "") or "") or "functorch" in str(node.target)
@@ -36,7 +36,7 @@ def is_vmap(node: fx.Node) -> bool:
 
 
 def without_vmap(gm: fx.GraphModule) -> fx.GraphModule:
-    """``gm`` with each stretch of vmap as one call of a module; ``gm`` itself if there is none."""
+    """Return ``gm`` with each section of vmap replaced by one call of a module; ``gm`` itself if there is none."""
     if not any(is_vmap(n) for n in gm.graph.nodes):
         return gm
     graph = fx.Graph()
@@ -89,7 +89,7 @@ def _item(values: Sequence[Any], index: int) -> Any:
 def run(
     body: fx.GraphModule, args: Sequence[Any], meta: dict[str, Any], interpret: Callable[[fx.GraphModule], Any]
 ) -> Any:
-    """A stretch of vmap on the tracer's values: what it consists of is traced apart, then run by ``interpret``."""
+    """Run a section of vmap on the tracer's values: it is traced separately, and the result is run by ``interpret``."""
     with disable_proxy_modes_tracing(), torch.no_grad():
         fresh = [ir.retype(a, a.dtype) if isinstance(a, torch.Tensor) else a for a in args]
         plain = make_fx(fx.Interpreter(body).run)(*fresh)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def main() -> None:
-    """What the ``amp-compiler`` script runs."""
+    """Run the ``amp-compiler`` script."""
     from .app import app
 
     app(prog_name="amp-compiler")

@@ -1,4 +1,4 @@
-"""The application: its commands, and what happens with an error."""
+"""The application: its commands, and how errors are shown."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..common.errors import AmpError, AmpWarning, PipelineError, VerifyError
 from . import common, convert, doctor, dump, explain, ops, passes
 
 BAD_REQUEST, FAILURE = 2, 1
-#: click's own base of all errors about arguments; newer releases of typer have a click of their own
+#: click's base class of all errors about arguments; newer releases of typer include their own click
 _USAGE: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
 class Group(typer.core.TyperGroup):
-    """Errors become one line and an exit code: 2 for a wrong request, 1 for a failure of ours."""
+    """Turns errors into one line and an exit code: 2 for a wrong request, 1 for a failure inside the package."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -47,7 +47,7 @@ class Group(typer.core.TyperGroup):
 
 @contextlib.contextmanager
 def _warnings() -> Iterator[None]:
-    """Our warnings as one line each; those of others are shown with --debug only."""
+    """Show our warnings as one line each, and others only with --debug."""
 
     def show(
         message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..policy import Policy
 
 WIDTH = 100  # of a table that does not go to a terminal
-_DEBUGGING = [False]  # whether this command was given --debug
+_DEBUGGING = [False]  # True if --debug was given
 
 
 def _debug(given: bool) -> bool:
@@ -33,7 +33,7 @@ def _debug(given: bool) -> bool:
 
 
 def debugging() -> bool:
-    """Whether tracebacks and torch's own messages are asked for."""
+    """True if --debug asks for tracebacks and torch's own messages."""
     return _DEBUGGING[0]
 
 
@@ -117,12 +117,12 @@ Debug = Annotated[
 
 
 def examples(lines: Sequence[str]) -> str:
-    """The end of a help text: one example a line, which click's mark keeps as they are."""
+    """Return the end of a help text: one example per line, which click's ``\\b`` keeps from being wrapped."""
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def console() -> Console:
-    """Where results go: colours on a terminal only, tables as wide as it."""
+    """Return the console for results: with colours only on a terminal, and tables as wide as it."""
     from rich.console import Console
 
     wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH
@@ -130,14 +130,14 @@ def console() -> Console:
 
 
 def show(lines: list[Any]) -> None:
-    """Print rich texts, one a line."""
+    """Print rich texts, one per line."""
     out = console()
     for line in lines:
         out.print(line, soft_wrap=True, markup=False)
 
 
 def write(text: str, path: Path | None, quiet: bool = True) -> None:
-    """Text to a file, whole or not at all, or to stdout."""
+    """Write text to a file, as a whole or not at all, or to stdout."""
     if path is None:
         typer.echo(text.removesuffix("\n"))
         return
@@ -148,7 +148,7 @@ def write(text: str, path: Path | None, quiet: bool = True) -> None:
 
 @contextlib.contextmanager
 def progress(quiet: bool) -> Iterator[Callable[[str], None]]:
-    """A function that says what is going on: a line that moves on a terminal, nothing elsewhere."""
+    """Yield a function that shows what is going on: an animated line on a terminal, nothing elsewhere."""
     if quiet:
         with _quiet_logs():
             yield lambda text: None
@@ -164,7 +164,7 @@ def progress(quiet: bool) -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def _quiet_logs() -> Iterator[None]:
-    """Nothing is printed unasked, such as that kernels are being compiled (see ``amp_compiler.common.logs``)."""
+    """Suppress messages that nobody asked for, such as that kernels are being compiled (see ``common/logs.py``)."""
     before = os.environ.get("AMP_LOGS")
     os.environ["AMP_LOGS"] = f"{before},quiet" if before else "quiet"
     try:
@@ -178,8 +178,8 @@ def _quiet_logs() -> Iterator[None]:
 
 @contextlib.contextmanager
 def hushed() -> Iterator[None]:
-    """torch logs the traceback of a trace that fails, which we report ourselves: only with --debug. Used after torch
-    is imported, because it sets its loggers up then."""
+    """Suppress torch's log of the traceback of a failed trace, which we report ourselves, unless --debug was given. To
+    be used after torch was imported, which sets up its loggers."""
     logger = logging.getLogger("torch")
     before = logger.level
     if not debugging():
@@ -207,7 +207,7 @@ class Request:
     disable: tuple[str, ...] = ()
 
     def policy_for(self, model: Any) -> Policy:
-        """The policy, checked, with its module rules looked up in the model."""
+        """Return the checked policy, with its module rules resolved in the model."""
         from ..policy import DEFAULT_LEVEL, Policy
         from ..runtime.arguments import check_request
 
@@ -221,7 +221,7 @@ class Request:
 
 @contextlib.contextmanager
 def eval_mode(model: nn.Module) -> Iterator[nn.Module]:
-    """The model in eval mode, and afterwards each of its modules in the mode that it had."""
+    """Put the model in eval mode, and restore the mode of each of its modules on exit."""
     training = [module for module in model.modules() if module.training]
     try:
         yield model.eval()
@@ -253,8 +253,8 @@ def inspect(request: Request, quiet: bool) -> Inspection:
             others = request.level not in (DEFAULT_LEVEL, level) or request.dtype not in ("", low)
             if others or request.policy or request.low or request.fp32 or request.exclude:
                 raise ArgumentError(
-                    f"A converted model has its policy in it ({level}, {low}): leave --level, --dtype, --policy and "
-                    "the lists out."
+                    f"A converted model contains its policy ({level}, {low}): omit --level, --dtype, --policy and the "
+                    "lists."
                 )
             return inspect_converted(loaded.converted, graph=request.graph, target=request.target, progress=tell)
         assert loaded.model is not None

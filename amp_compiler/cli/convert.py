@@ -1,4 +1,4 @@
-"""``amp-compiler convert``: an fp32 model in, a mixed-precision file out."""
+"""``amp-compiler convert``: convert an fp32 model into a mixed-precision file."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run(
     debug: c.Debug = False,
 ) -> None:
     if output is None and onnx is None:
-        raise ArgumentError("No output file: give -o model.pt2 or --onnx model.onnx.")
+        raise ArgumentError("There is no output file: add -o model.pt2 or --onnx model.onnx.")
     for path in (output, onnx):
         if path is not None:
             check_target(path)
@@ -66,7 +66,7 @@ def run(
         tell(f"loading {target}")
         loaded = load(target, inputs)
         if loaded.model is None:
-            raise ArgumentError(f"{target} is a saved program already: give the model that it was made of.")
+            raise ArgumentError(f"{target} is a saved program already: pass the model that it was made from.")
         model = stack.enter_context(c.eval_mode(loaded.model))
         tell("converting")
         chosen = request.policy_for(model)
@@ -94,7 +94,7 @@ def run(
 
 
 def summary(converted: ConvertedModel, model: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """What became of a model: weights, ops by precision, and the largest error on the example inputs against fp32."""
+    """Summarize a conversion: weights, ops by precision, and the largest error against fp32 on the example inputs."""
     import torch
 
     from ..common.torch_names import pytree

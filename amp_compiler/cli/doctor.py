@@ -1,4 +1,4 @@
-"""``amp-compiler doctor``: what this machine does with each dtype, and what to do about it."""
+"""``amp-compiler doctor``: how fast this machine is in each dtype, and what to do about it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``amp-compiler dump``: the rewritten graph, in a form of your choice."""
+"""``amp-compiler dump``: show the rewritten graph, in a format of your choice."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ def run(
     debug: c.Debug = False,
 ) -> None:
     if as_json and format not in (None, "json"):
-        raise ArgumentError(f"--json and --format {format} contradict each other: give one of them.")
+        raise ArgumentError(f"--json and --format {format} contradict each other: pass only one of them.")
     chosen = "json" if as_json else format or "text"
     if chosen not in FORMATS:
         raise ArgumentError(f"Unknown format {chosen!r}: choose one of {', '.join(FORMATS)}.")
     if summary and (chosen != "text" or diff or against is not None or module is not None):
-        raise ArgumentError("--summary is the report of the whole model as text: leave --format, --diff, --against and "
-                            "--module out.")  # fmt: skip
+        raise ArgumentError("--summary is the report of the whole model as text: omit --format, --diff, --against and "
+                            "--module.")  # fmt: skip
     request = c.Request(target, inputs, level, dtype, policy, low, fp32, exclude, graph, capture, tuple(disable))
     if diff or against is not None:
         if chosen not in ("text", "json"):
@@ -103,7 +103,7 @@ def run(
 
 
 def render(found: Inspection, format: str, module: str | None = None) -> str:
-    """An inspection in one of ``FORMATS``, as text."""
+    """Return an inspection in one of ``FORMATS``, as text."""
     from ..inspect.render import dot, python, text
     from ..inspect.render.json import graph_document
     from ..inspect.render.select import in_module

@@ -1,4 +1,4 @@
-"""``amp-compiler explain``: why is this op in this precision, and what do the casts around it cost?"""
+"""``amp-compiler explain``: explain why ops have their precision, and what the casts around them cost."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(
     debug: c.Debug = False,
 ) -> None:
     if node is None and op is None and module is None:
-        raise ArgumentError("What is to be explained? Give --node NAME, --op OP or --module PATTERN.")
+        raise ArgumentError("There is nothing to explain: add --node NAME, --op OP or --module PATTERN.")
     request = c.Request(target, inputs, level, dtype, policy, low, fp32, exclude, graph, capture, tuple(disable))
     found = c.inspect(request, quiet)
     from rich.text import Text

@@ -1,4 +1,4 @@
-"""``amp-compiler passes``: the pipelines in order, what each pass requires and ensures, and what the facts say."""
+"""``amp-compiler passes``: list the pipelines in order, what each pass requires and ensures, and the facts."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ EPILOG = c.examples(EXAMPLES)
 PIPELINES = {
     "forward": "on the captured graph, before autodiff",
     "joint": "on forward and backward together, after autodiff",
-    "inference": "on the functional graph where no gradient is needed",
-    "step": "on a whole training step, loss scaling included",
+    "inference": "on the functional graph if no gradient is needed",
+    "step": "on a whole training step, including loss scaling",
     "weights": "on the graph that makes the low copies of weights, once per update",
     "prepare": "on an exported model that is converted, before its precision is decided",
-    "convert": "then, up to what is saved",
+    "convert": "after prepare, before the model is saved",
     "run_converted": "on a converted model, in memory",
 }
 
@@ -63,11 +63,11 @@ def run(as_json: c.Json = False, quiet: c.Quiet = False, debug: c.Debug = False)
     out.print(table)
     out.print()
     if not quiet:
-        out.print("Leave one out by --disable NAME (in Python: disable_passes=[...]). AMP_LOGS=passes tells times.")
+        out.print("Skip one with --disable NAME (in Python: disable_passes=[...]). AMP_LOGS=passes shows times.")
 
 
 def row(step: Pass) -> dict[str, object]:
-    """A pass as plain values."""
+    """Return a pass as plain values."""
     from ..rewrite.base import words
 
     return {
@@ -82,7 +82,7 @@ def names(facts: tuple[Fact, ...]) -> str:
 
 
 def purpose(step: Pass) -> str:
-    """The first sentence of the pass's own file, without its name."""
+    """Return the first sentence of the pass's own file, without its name."""
     text = (sys.modules[step.run.__module__].__doc__ or "").strip().split("\n\n")[0]
     _, _, does = " ".join(text.split()).partition(": ")
     return does.split(". ")[0].rstrip(".").replace("``", "`")

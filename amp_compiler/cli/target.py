@@ -1,4 +1,4 @@
-"""TARGET and --input: a model and something to call it with."""
+"""TARGET and --input: a model and inputs to call it with."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FORMS = "8x3x224x224, 8x128:int64, 2x16:int64:1000, mask=2x16:bool"
 
 @dataclass
 class Loaded:
-    """What a TARGET gave: a model with example inputs, or a saved program."""
+    """What a TARGET names: a model with example inputs, or a saved program."""
 
     model: nn.Module | None = None
     args: tuple[Any, ...] = ()
@@ -42,10 +42,10 @@ class Loaded:
 
 
 def load(target: str, inputs: Sequence[str] = ()) -> Loaded:
-    """The model that a TARGET names, with the inputs that were given or that it brings along."""
+    """Load the model that a TARGET names, with the inputs from --input or those that it returns itself."""
     if target.endswith(".pt2") or (":" not in target and os.path.isfile(target)):
         if inputs:
-            raise ArgumentError("A saved program has its inputs in it: leave --input out.")
+            raise ArgumentError("A saved program contains its example inputs: omit --input.")
         found = load_any(target)
         return Loaded(converted=found) if isinstance(found, ConvertedModel) else Loaded(program=found)
     where, _, name = target.rpartition(":")
@@ -64,10 +64,10 @@ def load(target: str, inputs: Sequence[str] = ()) -> Loaded:
         args, kwargs, shapes = parse_inputs(inputs)
         return Loaded(loaded.model, args, kwargs, shapes)
     if not loaded.args and not loaded.kwargs and _takes_inputs(loaded.model):
-        dummy = getattr(loaded.model, "dummy_inputs", None)  # as models of transformers have
+        dummy = getattr(loaded.model, "dummy_inputs", None)  # the models of transformers have it
         if isinstance(dummy, dict) and dummy:
             return Loaded(loaded.model, (), dict(dummy))
-        raise ArgumentError(f"{target} needs example inputs: give --input for each ({_FORMS}), or have it return "
+        raise ArgumentError(f"{target} needs example inputs: add --input for each ({_FORMS}), or have it return "
                             "(model, args).")  # fmt: skip
     return loaded
 
@@ -99,7 +99,7 @@ def _import(where: str) -> ModuleType:
 
 
 def _raised(error: BaseException) -> str:
-    """The error and the line of the user's code that raised it."""
+    """Return the error and the line of the user's code that raised it."""
     text = " ".join(str(error).split())
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
     frames = [f for f in frames if os.path.dirname(__file__) not in f.filename]
@@ -116,7 +116,7 @@ def _models(module: ModuleType) -> str:
 
 
 def _model(found: Any, target: str) -> Loaded:
-    """A module; a class or function is called for one."""
+    """Return the model; a class or a function is called to get it."""
     if not isinstance(found, (nn.Module, tuple, list)):
         if not callable(found):
             raise ArgumentError(f"{target} is a {type(found).__name__}: a module, a class or a function is needed.")
@@ -124,7 +124,7 @@ def _model(found: Any, target: str) -> Loaded:
         needed = [p.name for p in given if p.default is p.empty]
         if needed:
             raise ArgumentError(
-                f"{target} takes arguments ({', '.join(needed)}): write a function without any that gives the model."
+                f"{target} needs arguments ({', '.join(needed)}): write a function without any that returns the model."
             )
         try:
             found = found()
@@ -134,17 +134,17 @@ def _model(found: Any, target: str) -> Loaded:
     kwargs: Any = {}
     if isinstance(found, (tuple, list)):
         if not 1 <= len(found) <= 3:
-            raise ArgumentError(f"{target} gives {len(found)} values; (model, args, kwargs) are at most three.")
+            raise ArgumentError(f"{target} returns {len(found)} values; (model, args, kwargs) are at most three.")
         given = list(found)
         found, args, kwargs = given + [(), {}][len(given) - 1 :]
     found = getattr(found, "original", found) if type(found).__name__ == "AmpModule" else found
     if not isinstance(found, nn.Module):
-        raise ArgumentError(f"{target} gives a {type(found).__name__}, not a torch.nn.Module.")
+        raise ArgumentError(f"{target} returns a {type(found).__name__}, not a torch.nn.Module.")
     args = (args,) if isinstance(args, torch.Tensor) else args
     if isinstance(args, dict) and not kwargs:
         args, kwargs = (), args
     if not isinstance(args, (tuple, list)) or not isinstance(kwargs or {}, dict):
-        raise ArgumentError(f"{target} must give (model, args, kwargs): args a tuple, kwargs a dict.")
+        raise ArgumentError(f"{target} must return (model, args, kwargs), with a tuple args and a dict kwargs.")
     return Loaded(found, tuple(args), dict(kwargs or {}))
 
 
@@ -163,7 +163,7 @@ def _takes_inputs(model: nn.Module | None) -> bool:
 
 
 def parse_inputs(texts: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """(args, kwargs, dynamic shapes or None) of a list of ``--input``; always the same values.
+    """Return (args, kwargs, dynamic shapes or None) for a list of ``--input``; the values are always the same.
 
     >>> args, kwargs, shapes = parse_inputs(["2x3", "mask=2:bool"])
     >>> args[0].shape, kwargs["mask"].dtype, shapes
@@ -194,7 +194,7 @@ def parse_inputs(texts: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any],
 
 
 def parse_input(text: str, generator: torch.Generator) -> tuple[torch.Tensor, list[int]]:
-    """A tensor of ``SHAPE[:DTYPE[:BELOW]]`` and the dimensions that may change."""
+    """Return a tensor for ``SHAPE[:DTYPE[:BELOW]]`` and the dimensions that may change."""
     shape, *rest = text.split(":")
     parts = [p for p in shape.lower().split("x") if p]
     try:

@@ -1,1 +1,1 @@
-"""What every room may use: errors, messages, files, logs, and what differs between releases of torch."""
+"""What every package may use: errors, messages, files, logs, and what differs between releases of torch."""

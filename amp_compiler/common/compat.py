@@ -1,8 +1,8 @@
 """What differs between the releases of torch that the package supports.
 
-Every other file is written for all of them. Differences are told by features (an op exists, an attribute is there),
+Every other file is written for all of them. Differences are detected by features (an op exists, an attribute exists),
 not by version numbers; the version itself is read in one place, ``check_release``, which refuses releases that are
-known to give wrong results and warns about releases that nobody has tested.
+known to give wrong results and warns about untested releases.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ def has_op(name: str) -> bool:
 
 
 def attribute_method(variable: type) -> str:
-    """The name of the method by which a variable of Dynamo's gives an attribute: ``tp_getattro_impl`` since torch 2.14,
-    ``var_getattr`` before."""
+    """Return the name of the method by which Dynamo's variables look up an attribute: ``tp_getattro_impl`` since torch
+    2.14, ``var_getattr`` before."""
     return "tp_getattro_impl" if hasattr(variable, "tp_getattro_impl") else "var_getattr"
 
 
 def torch_version() -> str:
-    """The version of torch that is, or will be, imported; importing it takes a second that a ``--help`` can save."""
+    """Return the version of torch without importing it, which takes a second that ``--help`` does not need."""
     loaded = sys.modules.get("torch")
     try:
         return str(getattr(loaded, "__version__", "")) or metadata.version("torch")
-    except metadata.PackageNotFoundError:  # a build that is only on the path: importing it tells
+    except metadata.PackageNotFoundError:  # a build that is only on the path: import it to find out
         import torch
 
         return torch.__version__
 
 
 def release(version: str) -> tuple[int, int] | None:
-    """Major and minor release of a version string.
+    """Return the major and minor release of a version string.
 
     >>> release("2.13.0+cpu"), release("2.16.0a0+git1234"), release("unknown")
     ((2, 13), (2, 16), None)
@@ -69,13 +69,13 @@ def check_release(version: str | None = None) -> None:
     oldest, newest = ".".join(map(str, OLDEST)), f"{UNTESTED[0]}.{UNTESTED[1] - 1}"
     if found < OLDEST:
         raise ImportError(
-            f"amp_compiler needs torch {oldest} to {newest}, and this is torch {version}. Earlier releases trace some "
+            f"amp_compiler needs torch {oldest} to {newest}, but this is torch {version}. Earlier releases trace some "
             "models differently, and the results are silently wrong. Install a newer torch: "
             f"pip install 'torch>={oldest},<{UNTESTED[0]}.{UNTESTED[1]}'"
         )
     if found >= UNTESTED:
         warnings.warn(
-            f"amp_compiler is tested with torch {oldest} to {newest}, and this is torch {version}. It relies on "
+            f"amp_compiler is tested with torch {oldest} to {newest}, but this is torch {version}. It relies on "
             "tracing internals that may have changed; compare a few results with torch.autocast, or install "
             f"'torch>={oldest},<{UNTESTED[0]}.{UNTESTED[1]}'.",
             stacklevel=3,

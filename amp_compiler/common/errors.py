@@ -1,6 +1,6 @@
-"""Every error that a user can meet, one class per cause. Each message says what, where, what to do.
+"""The errors that users can get, one class per cause. Each message says what is wrong, where, and what to do.
 
-What a program may want to know of an error is in its fields; the text says the same in words.
+An error's fields hold what a program may want to know about it; the text says the same in words.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class PolicyError(ArgumentError):
         ...     Policy("O2").with_ops(low=["add"], fp32=["add"])
         ... except PolicyError as error:
         ...     print(error)
-        'add' stands on two lists (low and fp32): take it off one of them.
+        'add' is on two lists (low and fp32): remove it from one of them.
     """
 
 
@@ -87,7 +87,7 @@ class CaptureError(AmpError, RuntimeError):
         ...     convert_model(scripted, (torch.ones(2),))
         ... except CaptureError as error:
         ...     print(error)
-        A TorchScript module cannot be exported: convert the Python model it was made of.
+        A TorchScript module cannot be exported: convert the Python model it was made from.
     """
 
 

@@ -1,4 +1,4 @@
-"""Files that users ask for: written whole or not at all, with an error that says what to do."""
+"""Files that users ask for: written as a whole or not at all, with errors that say what to do."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .errors import AmpError, ArgumentError
 def check_target(
     path: str | os.PathLike[str], *, what: str = "", error: type[AmpError] = ArgumentError, example: str = ""
 ) -> Path:
-    """The path of a file to be written, if there can be one: its folder is there, and it isn't a folder itself.
+    """Return the path of a file to be written; raise if its folder does not exist or it is a folder itself.
 
-    ``what``: what is written ("The policy"). ``error``: the class of the error. ``example``: a name that would do.
+    ``what``: what is written ("The policy"). ``error``: the class of the error. ``example``: a valid name.
     """
     target = Path(path)
     start = _not_written(what, path)
-    give = f"give the path of a file{f', such as {example}' if example else ''}."
+    give = f"pass the path of a file{f', such as {example}' if example else ''}."
     if not target.name or os.path.isdir(target):
         raise error(f"{start}: it is a folder;", hint=give)
     if os.path.exists(target) and not os.path.isfile(target):
@@ -36,11 +36,11 @@ def check_target(
 def replacing(
     path: str | os.PathLike[str], *, what: str = "", error: type[AmpError] = ArgumentError, example: str = ""
 ) -> Iterator[Path]:
-    """A path to write to inside the ``with``, which becomes ``path`` when all went well; else ``path`` stays as it was.
+    """Yield a path to write to, which becomes ``path`` if the body succeeds; otherwise ``path`` stays as it was.
 
-    What is written lies in a hidden folder beside the target until then, and never remains there. Further files that
-    the body puts there (as an ONNX model's weights) move along, before the target. A file that is replaced hands on
-    its permissions; a symbolic link is followed. The arguments are those of ``check_target``.
+    Until then, the file is in a hidden folder next to the target, which is always removed. Further files that the body
+    puts there (such as an ONNX model's weights) are moved too, before the target. The new file keeps the permissions of
+    the one that it replaces; a symbolic link is followed. The arguments are those of ``check_target``.
     """
     target = check_target(path, what=what, error=error, example=example)
     real = Path(os.path.realpath(target))
@@ -61,7 +61,7 @@ def replacing(
 def write_text(
     path: str | os.PathLike[str], text: str, *, what: str = "", error: type[AmpError] = ArgumentError
 ) -> Path:
-    """Write a text file, whole or not at all."""
+    """Write a text file, as a whole or not at all."""
     with replacing(path, what=what, error=error) as scratch:
         scratch.write_text(text, encoding="utf-8")
     return Path(path)

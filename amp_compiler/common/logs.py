@@ -1,8 +1,8 @@
-"""``AMP_LOGS=passes,casts,capture``: what happens inside, on stderr. The loggers are ``amp_compiler.passes`` … as
-``logging`` knows them, so an application can also listen to them by itself.
+"""``AMP_LOGS=passes,casts,capture`` logs what the compiler does to stderr. The loggers are ``amp_compiler.passes`` … of
+``logging``, so an application can also attach its own handlers.
 
-``AMP_LOGS=quiet``, alone or among topics, leaves out the lines that are printed unasked: those before and after the CPU
-kernels are compiled (``notice.py``). Warnings are not affected; ``warnings.filterwarnings`` is for them.
+``AMP_LOGS=quiet``, alone or among topics, suppresses the lines that are printed by default: those before and after the
+CPU kernels are compiled (``notice.py``). Warnings are not affected; use ``warnings.filterwarnings`` for them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def check() -> None:
 
 
 def wants(topic: str) -> bool:
-    """Whether somebody listens; ask before making a long text."""
+    """True if a topic is logged; check it before building a long text."""
     return _logger(topic, os.environ.get(SETTING, "")).isEnabledFor(logging.INFO)
 
 
 def log(topic: str, message: str, *args: object) -> None:
-    """Say something on a topic."""
+    """Log a message on a topic."""
     _logger(topic, os.environ.get(SETTING, "")).info(message, *args)
 
 
@@ -41,7 +41,7 @@ def log(topic: str, message: str, *args: object) -> None:
 def _logger(topic: str, setting: str) -> logging.Logger:
     found = logging.getLogger(f"amp_compiler.{topic}")
     if topic in _asked(setting) and not found.handlers:
-        handler = logging.StreamHandler(sys.__stderr__ or sys.stderr)  # whatever stands in for it when we are called
+        handler = logging.StreamHandler(sys.__stderr__ or sys.stderr)  # not a replacement that is installed just now
         handler.setFormatter(logging.Formatter(f"[amp {topic}] %(message)s"))
         found.addHandler(handler)
         found.setLevel(logging.INFO)

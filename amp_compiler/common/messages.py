@@ -1,4 +1,4 @@
-"""Parts of messages: the first line of an error, the nearest known name, the user's own line of code."""
+"""Parts of messages: the first line of an error, the closest known name, the user's own line of code."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import sys
 from collections.abc import Iterable
 from types import FrameType
 
-#: modules whose frames stand between a user's line and ours
+#: modules whose frames may be between a user's line and ours
 _INSIDE = ("amp_compiler", "torch.", "contextlib", "functools")
 
 
 def first_line(error: BaseException, *, named: bool = False, limit: int | None = None) -> str:
-    """The first line of an error's text that is not empty; the name of its class if it has no text.
+    """Return the first non-empty line of an error's text; the name of its class if it has no text.
 
-    ``named``: with the class in front. ``limit``: at most so many characters of the line.
+    ``named``: with the class in front. ``limit``: the most characters of the line.
 
     >>> first_line(ValueError("no such size\\nmore"), named=True), first_line(ValueError())
     ('ValueError: no such size', 'ValueError')
@@ -29,8 +29,8 @@ def first_line(error: BaseException, *, named: bool = False, limit: int | None =
 def suggestion(
     given: str, known: Iterable[str], *, most: int = 1, cutoff: float = 0.6, otherwise: str = ""
 ) -> str:
-    """``Did you mean 'linear'?`` with the known names that are nearest to ``given``, at most ``most`` of them;
-    ``otherwise`` where none is near.
+    """Return ``Did you mean 'linear'?`` with the known names that are closest to ``given``, at most ``most`` of them;
+    ``otherwise`` if none is close.
 
     >>> suggestion("liner", ["linear", "conv2d"]), suggestion("x", ["linear"], otherwise="Known: linear.")
     ("Did you mean 'linear'?", 'Known: linear.')
@@ -40,18 +40,18 @@ def suggestion(
 
 
 def nearest_path(pattern: str, paths: Iterable[str]) -> str:
-    """The end of an error about a module pattern that matches nothing: the nearest path, or what paths look like."""
+    """Return a hint for a module pattern that matches nothing: the closest path, or what paths look like."""
     known = [path for path in paths if path]
     return suggestion(pattern.rstrip(".*"), known, otherwise=f"Paths look like: {', '.join(known[:4]) or '(none)'}.")
 
 
 def users_frame() -> int:
-    """The ``stacklevel`` by which a warning of the caller names the user's own line, not one of ours or torch's."""
+    """Return the ``stacklevel`` with which a warning of the caller shows the user's own line, not ours or torch's."""
     return _users(sys._getframe(1))[1]
 
 
 def users_code() -> FrameType:
-    """The frame of the user's code that led to the caller."""
+    """Return the frame of the user's code that led to the caller."""
     return _users(sys._getframe(1))[0]
 
 

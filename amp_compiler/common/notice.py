@@ -1,4 +1,4 @@
-"""One line on stderr for work that takes long and was not asked for; ``AMP_LOGS=quiet`` leaves it out."""
+"""One line on stderr for implicit work that takes long; ``AMP_LOGS=quiet`` suppresses it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ QUIET = "quiet"
 
 
 def is_quiet() -> bool:
-    """True if ``AMP_LOGS`` asks for no lines beside those of its topics: ``quiet``, ``quiet,passes``."""
+    """True if ``AMP_LOGS`` contains ``quiet``, which allows no lines but those of its topics (``quiet,passes``)."""
     return QUIET in (name.strip().lower() for name in os.environ.get(SETTING, "").split(","))
 
 
 def tell(text: str) -> None:
-    """Print a line at once, unless it is to be quiet. A closed stderr is no reason to fail."""
+    """Print a line at once, unless ``AMP_LOGS`` says quiet. A closed stderr is ignored."""
     if not is_quiet():
         with contextlib.suppress(OSError, ValueError, AttributeError):
             print(f"amp_compiler: {text}", file=sys.stderr, flush=True)

@@ -1,9 +1,9 @@
-"""Private names of torch that rooms other than ``capture/`` use, in one place, each with the reason.
+"""The private names of torch that packages other than ``capture/`` use, in one place, each with the reason.
 
-Outside of ``capture/`` and this module nothing may name what torch marks as private by an underscore, and
-``tests/test_layers.py`` checks it; names of ATen ops (``torch.ops.aten._to_copy``) are public. Torch 2.13 to 2.15 have
-all of these; what differs between releases is in ``compat.py``, which does not import torch. What runs while a model
-is called is named here and not wrapped: a Python frame of ours would be one more for Dynamo to look at.
+Outside of ``capture/`` and this module, nothing may use a name that torch marks as private with an underscore, which
+``tests/test_layers.py`` checks; names of ATen ops (``torch.ops.aten._to_copy``) are public. Torch 2.13 to 2.15 have all
+of these; what differs between releases is in ``compat.py``, which does not import torch. Functions that run while a
+model is called are only renamed here, not wrapped: a wrapper would be one more Python frame for Dynamo to look at.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-# Ops inside skip autograd: how a hand-written autograd kernel calls the op that it belongs to.
+# Inside this, ops skip autograd: a hand-written autograd kernel calls its own op like this.
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
 
-# Autocast off, and whether it is on, for every device at once: torch.autocast takes one device.
+# Switch autocast off, or ask whether it is on, for every device at once: torch.autocast takes one device.
 from torch._C import _DisableAutocast as no_autocast
 from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
 
-# Put a TorchFunctionMode on the stack and take the innermost off: ``with`` can only enter one innermost.
+# Push a TorchFunctionMode on the stack and pop the innermost: ``with`` can only enter one as the innermost.
 from torch._C import _pop_torch_function_stack as pop_function_mode
 from torch._C import _push_on_torch_function_stack as push_function_mode
 
@@ -30,10 +30,10 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 # The class of all convolutions; nn exports its subclasses only.
 from torch.nn.modules.conv import _ConvNd as ConvNd
 
-# Trees of arguments and results, as torch.export, Dynamo and FX take them: torch has no public module for them.
+# Trees of arguments and results, as torch.export, Dynamo and FX use them: torch has no public module for them.
 from torch.utils import _pytree as pytree
 
-# No TorchDispatchMode inside (fake tensors' and the tracer's are such modes); and the innermost in force, or None.
+# Disable all TorchDispatchModes, such as those of fake tensors and the tracer; and get the innermost one, or None.
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode as dispatch_mode
 
@@ -45,32 +45,32 @@ __all__ = [
     "unregister", "without_dispatch_modes",
 ]  # fmt: skip
 
-# One kernel for a list of tensors. torch's optimizers are made of them, and no public function gives them out.
+# One kernel for a list of tensors. torch's optimizers use them, but there are no public functions for them.
 foreach_norm = torch._foreach_norm
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_
 foreach_zero_ = torch._foreach_zero_
-# What torch.amp.GradScaler is made of: one kernel that checks and unscales a list, one that moves the scale.
+# The kernels of torch.amp.GradScaler: one checks and unscales a list of gradients, one updates the scale.
 foreach_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 amp_update_scale_ = torch._amp_update_scale_
 
-# The functional collectives as ops, which is how they stand in a graph; torch.distributed has functions only.
+# The functional collectives as ops, as they are in a graph; torch.distributed has functions only.
 collectives = torch.ops._c10d_functional
 
 
 def schema_of(op: OpOverload) -> Any:
-    """The schema of an op: its name, and its arguments with their types and which of them it writes."""
+    """Return the schema of an op: its name, and its arguments with their types and which of them it writes to."""
     return op._schema
 
 
 def schemas_of(name: str) -> list[Any]:
-    """The schemas of all overloads of an op by its qualified name (``"aten::add"``); empty if there is no such op."""
+    """Return the schemas of all overloads of an op by its qualified name (``"aten::add"``); empty if there is none."""
     return list(torch._C._jit_get_schemas_for_operator(name))
 
 
 def schema_named(name: str, overload: str) -> Any:
-    """The schema of one overload, by names as the profiler records them; None if there is no such op."""
+    """Return the schema of one overload, by the names that the profiler records; None if there is no such op."""
     try:
         return torch._C._get_schema(name, overload)
     except RuntimeError:
@@ -78,22 +78,22 @@ def schema_named(name: str, overload: str) -> Any:
 
 
 def is_composite(name: str) -> bool:
-    """True if an op (``"aten::linear"``, ``"aten::to.dtype"``) is made of others and has no kernel of its own."""
+    """True if an op (``"aten::linear"``, ``"aten::to.dtype"``) is composed of others and has no kernel of its own."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
 
 
 def profiler_config() -> Any:
-    """Settings for ``torch.profiler`` to record overloads; its public arguments cannot ask for them."""
+    """Return settings that make ``torch.profiler`` record overloads, which its public arguments cannot do."""
     return torch._C._profiler._ExperimentalConfig(capture_overload_names=True)
 
 
 def unregister(library: torch.library.Library) -> None:
-    """Take back the kernels that a library has registered; otherwise that happens when it is garbage."""
+    """Unregister the kernels of a library now; otherwise that happens when it is garbage-collected."""
     library._destroy()
 
 
 def loads_by_itself(module: nn.Module) -> bool:
-    """True if a module loads its state by code of its own, beside what ``nn.Module.load_state_dict`` does for all."""
+    """True if a module loads its state with code of its own, in addition to ``nn.Module.load_state_dict``."""
     cls = type(module)
     return (
         cls._load_from_state_dict is not nn.Module._load_from_state_dict

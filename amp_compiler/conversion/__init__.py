@@ -1,5 +1,5 @@
-"""Inference conversion: an fp32 model in, a mixed-precision artifact out.
+"""Conversion of a trained fp32 model into a mixed-precision program for inference.
 
-``convert.py`` exports and rewrites, ``converted.py`` is what a user gets, ``archive.py`` writes and reads its files,
-``loading.py`` loads them, ``running.py`` makes the graph that runs in memory, ``onnx.py`` writes ONNX.
+``convert.py`` exports and rewrites, ``converted.py`` is the result, ``archive.py`` writes and reads its files,
+``loading.py`` loads them, ``running.py`` builds the graph that runs in memory, ``onnx.py`` writes ONNX.
 """

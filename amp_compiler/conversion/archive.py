@@ -1,6 +1,6 @@
-"""Files of converted models: written whole or not at all, read without running anything that is in them.
+"""Files of converted models: written as a whole or not at all, read without running any code in them.
 
-A file is what ``torch.export.save`` writes, with two texts beside it: ``amp_compiler.json`` (``Details``) and
+A file is what ``torch.export.save`` writes, with two additional texts: ``amp_compiler.json`` (``Details``) and
 ``amp_compiler_fp32.json`` (the fp32 graph for ``remove_casts``; the weights are in the file once).
 """
 
@@ -37,7 +37,7 @@ def write(
 
 
 def read(path: str | os.PathLike[str]) -> tuple[ExportedProgram, Details, StoredFp32Form]:
-    """The parts of a converted model, from a file that ``write`` wrote."""
+    """Return the parts of a converted model, from a file that ``write`` wrote."""
     source = Path(path)
     try:
         with open(source, "rb") as file:
@@ -53,8 +53,8 @@ def _read(file: IO[bytes], source: Path) -> tuple[ExportedProgram, Details, Stor
             texts = check_members(archive, (DETAILS, FP32))
             if DETAILS not in texts:
                 raise ArchiveError(
-                    f"{source} was not written by ConvertedModel.save: it holds no {DETAILS}. A plain torch.export "
-                    "file is read by torch.export.load."
+                    f"{source} was not written by ConvertedModel.save: it has no {DETAILS}. Use torch.export.load for "
+                    "a plain torch.export file."
                 )
             details = _details(texts[DETAILS], source)
             made = f"torch {details.torch_version}"
@@ -65,7 +65,7 @@ def _read(file: IO[bytes], source: Path) -> tuple[ExportedProgram, Details, Stor
         program = programs.load(file, graph, sample)
     except zipfile.BadZipFile as error:
         raise ArchiveError(
-            f"{source} is not a converted model, or it is cut off: {error}. Write it again by save()."
+            f"{source} is not a converted model, or it is truncated: {error}. Write it again with save()."
         ) from error
     except Unsafe as error:
         raise ArchiveError(f"{source} is refused: {error}. Only load files from people you trust.") from error
@@ -73,10 +73,10 @@ def _read(file: IO[bytes], source: Path) -> tuple[ExportedProgram, Details, Stor
         raise
     except OSError:
         raise
-    except Exception as error:  # torch's reader gives many kinds of errors on a damaged file
+    except Exception as error:  # torch's reader raises many kinds of errors on a damaged file
         raise ArchiveError(
             f"{source} cannot be read: {first_line(error, named=True, limit=200)} It is damaged, or {made} wrote "
-            f"what torch {torch.__version__} does not know: write it again by save()."
+            f"something that torch {torch.__version__} does not know: write it again with save()."
         ) from error
     return program, details, StoredFp32Form(texts[FP32])
 
@@ -92,4 +92,4 @@ def _details(text: str, source: Path) -> Details:
             )
         return Details.from_json(data)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ArchiveError(f"{source}: what {DETAILS} says is damaged ({type(error).__name__}: {error}).") from error
+        raise ArchiveError(f"{source}: its {DETAILS} is damaged ({type(error).__name__}: {error}).") from error

@@ -148,14 +148,14 @@ def _finished(
     if foreign:
         details_note = ", ".join(foreign)
         warnings.warn(
-            f"The model uses ops that torch alone does not have ({details_note}): a saved file needs the package that "
-            "defines them where it is loaded.", AmpWarning, stacklevel=users_frame(),
+            f"The model uses ops that are not part of torch ({details_note}): loading a saved file needs the package "
+            "that defines them.", AmpWarning, stacklevel=users_frame(),
         )  # fmt: skip
     return ConvertedModel(program, details, original, history, out_spec=spec)
 
 
 def _own_values() -> Any:
-    """Values of weights that share no memory with the model's; what the model shares among its own stays shared."""
+    """Return a function that copies weights, so that they share no memory with the model; tied weights stay tied."""
     made: dict[Any, torch.Tensor] = {}
 
     def make(node: fx.Node, weight: Weight) -> torch.Tensor:
@@ -172,7 +172,7 @@ def _own_values() -> Any:
 
 
 def _stored_bytes(graph: fx.Graph, weights: Weights) -> int:
-    """Bytes of all weights that the graph reads, one that two inputs show counted once."""
+    """Return the bytes of all weights that the graph reads, counting tied weights once."""
     sizes: dict[Any, int] = {}
     for node in graph.nodes:
         if node in weights and node.users:
@@ -182,8 +182,8 @@ def _stored_bytes(graph: fx.Graph, weights: Weights) -> int:
 
 
 def _take_low_inputs(gm: fx.GraphModule, weights: Weights, flat: list[Any], spec: Any) -> Any:
-    """With ``keep_io_dtypes=False``: an fp32 input that is only read rounded is asked for in the low dtype. Gives back
-    the example inputs, of which ``flat`` and ``spec`` are the parts, to fit."""
+    """For ``keep_io_dtypes=False``: expect an fp32 input that is only read rounded in low precision. Returns matching
+    example inputs, made from ``flat`` and ``spec``."""
     users = [n for n in gm.graph.nodes if n.op == "placeholder" and n not in weights]
     written = ir.written_nodes(gm.graph)
     for place, node in enumerate(users):
@@ -212,7 +212,7 @@ def _check_inputs(model: Any, args: Any, kwargs: Any) -> tuple[nn.Module, tuple[
         model = model.original
     if not isinstance(model, nn.Module):
         raise ArgumentError(
-            f"convert_model takes a torch.nn.Module, not {type(model).__name__}. Call a function in the forward of one."
+            f"convert_model takes a torch.nn.Module, not {type(model).__name__}. Call a function in a module's forward."
         )
     if isinstance(args, list):
         args = tuple(args)
@@ -225,7 +225,7 @@ def _check_inputs(model: Any, args: Any, kwargs: Any) -> tuple[nn.Module, tuple[
         if tensor.device.type == "meta":
             raise ArgumentError(f"{path} is on the meta device and has no values: load the weights before converting.")
     if any(isinstance(m, torch.jit.ScriptModule) for m in model.modules()):
-        raise CaptureError("A TorchScript module cannot be exported: convert the Python model it was made of.")
+        raise CaptureError("A TorchScript module cannot be exported: convert the Python model it was made from.")
     return model, args, dict(kwargs or {})
 
 
@@ -233,6 +233,6 @@ def _warn_of_train_mode(model: nn.Module) -> None:
     if any(module.training for module in model.modules()):
         warnings.warn(
             f"{type(model).__name__} is in train mode and is converted as in eval mode: dropout does nothing and batch "
-            "norm uses its running statistics. Call model.eval() first to say that you mean it.",
+            "norm uses its running statistics. Call model.eval() first to silence this warning.",
             AmpWarning, stacklevel=users_frame(),
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""``ConvertedModel``: what ``convert_model`` and ``load_converted`` give back."""
+"""``ConvertedModel``: the result of ``convert_model`` and ``load_converted``."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ConvertedModel:
         self._running: Running | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The outputs for these inputs, in the classes that the model gives them. No gradient is recorded."""
+        """Return the outputs for these inputs, in the classes that the model returns. No gradient is recorded."""
         self._inputs.check(args, kwargs)
         if self._running is None:
             self._running = Running(
@@ -72,7 +72,7 @@ class ConvertedModel:
 
     @property
     def cache_weights(self) -> bool:
-        """Whether to keep fp32 copies of weights, where the CPU computes in fp32. False saves memory and costs time."""
+        """True to keep fp32 copies of weights where the CPU computes in fp32. False saves memory and costs time."""
         return self._cache_weights
 
     @cache_weights.setter
@@ -116,7 +116,7 @@ class ConvertedModel:
 
 
 class Fp32Model:
-    """What ``remove_casts`` gives: an fp32 program to call. ``rounded``: paths of weights that are not exact."""
+    """The result of ``remove_casts``: an fp32 program to call. ``rounded``: the paths of weights that are not exact."""
 
     def __init__(self, program: ExportedProgram, rounded: tuple[str, ...], out_spec: Any = None) -> None:
         self.exported_program = program
@@ -126,7 +126,7 @@ class Fp32Model:
 
     @property
     def exact(self) -> bool:
-        """Whether every weight has the value that it had before the conversion."""
+        """True if every weight has the value that it had before the conversion."""
         return not self.rounded
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a converted model knows of itself beside its graph, as it is stored in the file."""
+"""What a converted model stores in its file in addition to its graph."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ FORMAT = 1
 class Details:
     """``fp32_bytes``: the weights of the fp32 model that the graph reads; ``stored_bytes``: those of the converted one.
 
-    ``rounded``: paths of weights of which only rounded values are stored. ``kept``: (path, why) of weights that the low
-    dtype cannot hold. ``cast_params``, ``keep_io_dtypes``, ``disable_passes`` are as given to ``convert_model``.
+    ``rounded``: paths of weights of which only rounded values are stored. ``kept``: (path, why) of weights that low
+    precision cannot represent. ``cast_params``, ``keep_io_dtypes``, ``disable_passes``: as passed to ``convert_model``.
     """
 
     policy: Policy
@@ -38,14 +38,14 @@ class Details:
     torch_version: str = torch.__version__
 
     def to_json(self) -> str:
-        """All of it as JSON; the policy as the text of its TOML file."""
+        """Return all fields as JSON, with the policy as the text of its TOML file."""
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("policy", "report")}
         report = json.loads(self.report.to_json())
         return json.dumps({"format": FORMAT, **plain, "policy": self.policy.to_toml(), "report": report})
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Details:
-        """Details from parsed JSON of this format; a KeyError, TypeError or ValueError if it is not."""
+        """Return details from parsed JSON of this format; raise a KeyError, TypeError or ValueError if it is not."""
         return cls(
             policy=Policy.from_dict(tomllib.loads(data["policy"])), report=Report.from_json(data["report"]),
             fp32_bytes=int(data["fp32_bytes"]), stored_bytes=int(data["stored_bytes"]),

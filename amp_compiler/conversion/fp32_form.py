@@ -1,4 +1,4 @@
-"""The fp32 form of a converted model: the graph before any cast, to go back by ``remove_casts``."""
+"""The fp32 form of a converted model: the graph before any cast, for ``remove_casts``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Fp32Form:
         self.stored: dict[str, str] = {}
 
     def fp32_weights(self) -> list[tuple[str, str]]:
-        """(input, path) of each weight that is fp32 in this form."""
+        """Return (input, path) for each weight that is fp32 in this form."""
         found = [n for n in self._graph.graph.nodes if n in self._weights]
         return [(n.name, self._weights[n].path) for n in found if n.meta["val"].dtype is torch.float32]
 
@@ -38,7 +38,7 @@ class Fp32Form:
         return rebuild(self._frame, graph, make, self._weights, out_spec=out_spec)
 
     def to_json(self, converted: ExportedProgram) -> str:
-        """The form without values, for a file."""
+        """Return the form without values, for a file."""
 
         def nothing(node: fx.Node, weight: Weight) -> torch.Tensor:
             value = node.meta["val"]
@@ -51,7 +51,7 @@ class Fp32Form:
 
 
 class StoredFp32Form:
-    """The same, read from a file that was checked."""
+    """An fp32 form that was read from a checked file."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -77,7 +77,7 @@ class StoredFp32Form:
         return from_json(json.dumps(data["graph"]), state, constants, converted.example_inputs)
 
     def to_json(self, converted: ExportedProgram) -> str:
-        """The text that it was read from."""
+        """Return the text that it was read from."""
         return self._text
 
 

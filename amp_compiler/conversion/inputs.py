@@ -1,4 +1,4 @@
-"""What a converted program takes: checked before it runs, because a graph with casts in it would take any dtype."""
+"""The inputs of a converted program: checked before it runs, because a graph with casts would accept any dtype."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class Inputs:
         self.keys: list[str] = [] if named is None else list(named.context)
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A call that does not fit is an error that names the input."""
+        """Raise for a call that does not fit, naming the input."""
         if self.spec is None:
             return
         if len(args) != self.count or set(kwargs) != set(self.keys):
             raise ArgumentError(
-                f"The model was converted for {self._signature(self.count or 0, self.keys)} and is called with "
-                f"{self._signature(len(args), list(kwargs))}: give inputs as in the example."
+                f"The model was converted for {self._signature(self.count or 0, self.keys)} but is called with "
+                f"{self._signature(len(args), list(kwargs))}: pass inputs as in the example."
             )
         flat, spec = pytree.tree_flatten((args, {key: kwargs[key] for key in self.keys}))
         if spec != self.spec:
             raise ArgumentError(
-                "The inputs are nested in another way than the example inputs that the model was converted with."
+                "The inputs are nested differently than the example inputs that the model was converted with."
             )
         for name, wanted, given in zip(self.names, self.dtypes, flat, strict=False):
             if wanted is None:
@@ -48,7 +48,7 @@ class Inputs:
                 raise ArgumentError(f"The input '{name}' must be a {dtype_name(wanted)} tensor, not {given!r}.")
             if given.dtype is not wanted:
                 raise ArgumentError(
-                    f"The input '{name}' is {dtype_name(given.dtype)}, and the model was converted for "
+                    f"The input '{name}' is {dtype_name(given.dtype)}, but the model was converted for "
                     f"{dtype_name(wanted)}: write {name}.to(torch.{dtype_name(wanted)})."
                 )
 

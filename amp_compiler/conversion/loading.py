@@ -47,7 +47,8 @@ def load_converted(path: str | os.PathLike[str]) -> ConvertedModel:
 
 
 def load_any(path: str | os.PathLike[str]) -> ConvertedModel | torch.export.ExportedProgram:
-    """What a ``.pt2`` holds: a converted model if ``ConvertedModel.save`` wrote it, else the exported program."""
+    """Return the content of a ``.pt2``: a converted model if ``ConvertedModel.save`` wrote it, else the exported
+    program."""
     source = Path(path)
     try:
         with open(source, "rb") as file:
@@ -63,11 +64,11 @@ def load_any(path: str | os.PathLike[str]) -> ConvertedModel | torch.export.Expo
         raise ArchiveError(f"The file {source} cannot be read: {error.strerror or error}.") from error
     except zipfile.BadZipFile as error:
         hint = f" For a model in that file write {source}:name." if source.suffix == ".py" else ""
-        raise ArchiveError(f"{source} is not a torch.export archive, or it is cut off: {error}.{hint}") from error
+        raise ArchiveError(f"{source} is not a torch.export archive, or it is truncated: {error}.{hint}") from error
     except Unsafe as error:
         raise ArchiveError(f"{source} is refused: {error}. It could run code when it is loaded.") from error
     except AmpError:
         raise
-    except Exception as error:  # torch's reader gives many kinds of errors on a damaged or foreign file
+    except Exception as error:  # torch's reader raises many kinds of errors on a damaged or foreign file
         first = first_line(error, named=True, limit=200)
         raise ArchiveError(f"{source} is not a torch.export program, or it is damaged: {first}") from error

@@ -18,7 +18,7 @@ from ..common.messages import first_line
 from ..ir.weights import Weight
 
 aten = torch.ops.aten
-#: ops that torch runs on low values with fp32 weights and statistics, and ONNX on one dtype only
+#: ops that torch runs on low values with fp32 weights and statistics, but ONNX on one dtype only
 NORMS = ("layer_norm", "batch_norm", "group_norm", "instance_norm", "rms_norm")
 
 
@@ -31,17 +31,17 @@ def write(path: str | os.PathLike[str], program: ExportedProgram) -> None:
     with replacing(path, what="The model", error=ArchiveError, example="model.onnx") as scratch:
         try:
             with warnings.catch_warnings(), _quiet():
-                warnings.simplefilter("ignore")  # torch's exporter warns of its own future
+                warnings.simplefilter("ignore")  # torch's exporter shows deprecation warnings about itself
                 made = torch.onnx.export(_one_dtype_norms(program), dynamo=True, verbose=False)
         except torch.onnx.errors.OnnxExporterError as error:
-            told = f"torch's ONNX exporter cannot take this model: {first_line(error)}"
+            told = f"torch's ONNX exporter cannot export this model: {first_line(error)}"
             raise ArchiveError(told, hint="Use save() instead.") from error
         assert made is not None
-        made.save(scratch)  # weights of more than 2 GB go into a second file beside it
+        made.save(scratch)  # weights of more than 2 GB go into a second file next to it
 
 
 class _quiet:
-    """The exporter logs each package that it could use and does not find."""
+    """Silences the exporter, which logs each optional package that it does not find."""
 
     def __enter__(self) -> None:
         self._log = logging.getLogger("torch.onnx._internal.exporter._registration")
@@ -53,7 +53,7 @@ class _quiet:
 
 
 def _one_dtype_norms(program: ExportedProgram) -> ExportedProgram:
-    """``layer_norm(x: bf16, w: f32)`` → ``cast(layer_norm(cast(x, f32), w), bf16)``: as torch's kernel does inside."""
+    """``layer_norm(x: bf16, w: f32)`` → ``cast(layer_norm(cast(x, f32), w), bf16)``, as in torch's kernel."""
     assert isinstance(program.graph_module, fx.GraphModule)
     gm, weights = ir.copy_graph(program.graph_module), weights_of(program)
     found = [n for n in gm.graph.nodes if n.op == "call_function" and ir.op_name(n) in NORMS and _is_mixed(n)]

@@ -21,7 +21,7 @@ from ..runtime.prepare import prepare_kernels
 
 
 class Running:
-    """A module made of a program, at the first call. The program itself stays as it is, and so do its tensors."""
+    """A module made from a program at the first call. The program and its tensors are not changed."""
 
     def __init__(
         self, program: ExportedProgram, policy: Policy, disabled: tuple[str, ...], cache_weights: bool,
@@ -58,7 +58,7 @@ class Running:
 
 
 def _wants_kernels(program: ExportedProgram, policy: Policy) -> bool:
-    """Whether some low value of the graph is on a CPU that computes low products in fp32."""
+    """True if some low value of the graph is on a CPU that computes low-precision products in fp32."""
     if policy.autocast_device is not None:
         return False
     found = {

@@ -1,8 +1,8 @@
-"""What a file of a converted model may hold, checked before torch reads it.
+"""Check the file of a converted model before torch reads it.
 
-torch's reader runs code that a file brings along: it unpickles tensors that say so and inputs that it cannot read
-safely, it looks up any Python function that a node names (``torch.os.system``), evaluates size expressions, and writes
-guards and names into source text. Each of these is held to what ``save`` writes.
+torch's reader can run code from a file: it unpickles tensors that are marked so and inputs that it cannot read safely,
+it looks up any Python function that a node names (``torch.os.system``), evaluates size expressions, and writes guards
+and names into source text. Each of these is restricted to what ``save`` writes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 _PATH = re.compile(r"[\w.\-/ :]*")
 _SYMBOL = re.compile(r"[a-z]+\d+")
 _OP = re.compile(r"torch\.ops\.([A-Za-z_]\w*)\.([A-Za-z_]\w*)(\.[A-Za-z_]\w*)?")
-#: Python functions that a traced graph calls, beside ops
+#: Python functions that a traced graph may call, in addition to ops
 _FUNCTIONS = frozenset({
     *(f"_operator.{n}" for n in ("getitem", "add", "sub", "mul", "floordiv", "truediv", "mod", "pow", "neg", "pos",
                                  "eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "not_", "lshift", "rshift")),
@@ -61,9 +61,9 @@ _GUARD_METHODS = ("size", "stride", "storage_offset", "item", "floor", "ceil", "
 
 
 def check_members(archive: zipfile.ZipFile, wanted: tuple[str, ...]) -> dict[str, str]:
-    """Refuse an archive with members of other kinds or pickled tensors; give back the texts of ours."""
+    """Raise for an archive with unknown members or pickled tensors; return the ``wanted`` texts."""
     if min((member.header_offset for member in archive.infolist()), default=1) != 0 or archive.comment:
-        raise zipfile.BadZipFile("its list of members is not its own")
+        raise zipfile.BadZipFile("its list of members does not belong to it")
     names = archive.namelist()
     roots = {name.split("/", 1)[0] for name in names}
     if len(roots) > 1 or len(set(names)) != len(names):
@@ -82,7 +82,7 @@ def check_members(archive: zipfile.ZipFile, wanted: tuple[str, ...]) -> dict[str
 
 
 def check_program(text: str | bytes) -> None:
-    """Refuse the JSON of a graph that names anything but ops, or that brings code in a name or an expression."""
+    """Raise for the JSON of a graph that names anything but ops, or that has code in a name or an expression."""
     program = json.loads(text)
     for key, value in _strings(program):
         if key == "target" and not _is_op(value) and not _PATH.fullmatch(value):
@@ -119,7 +119,7 @@ def _is_op(target: str) -> bool:
 
 
 def _check_expression(text: str) -> None:
-    """A size as sympy writes it: ``Mul(Integer(2), Symbol('s77', positive=True, integer=True))``."""
+    """Check a size as sympy writes it: ``Mul(Integer(2), Symbol('s77', positive=True, integer=True))``."""
     for node in _parsed(text, "no size"):
         fine = isinstance(node, (*_ARITHMETIC, ast.Call, ast.keyword))
         if isinstance(node, ast.Name):
@@ -131,7 +131,7 @@ def _check_expression(text: str) -> None:
 
 
 def _check_guard(text: str) -> None:
-    """A condition as torch writes it: ``L['x'].size()[0] > 4``."""
+    """Check a condition as torch writes it: ``L['x'].size()[0] > 4``."""
     for node in _parsed(text, "no condition"):
         fine = isinstance(node, (*_ARITHMETIC, ast.Call))
         if isinstance(node, ast.Name):
@@ -152,7 +152,7 @@ def _parsed(text: str, otherwise: str) -> Iterator[ast.AST]:
 
 
 def _strings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """(key, text) of every text in parsed JSON, without what only describes nodes."""
+    """Yield (key, text) for every text in parsed JSON, except descriptions of nodes."""
     if isinstance(value, dict):
         for name, item in value.items():
             if name not in ("metadata", "nodes"):
@@ -168,7 +168,7 @@ def _strings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _nodes(value: Any) -> Iterator[dict[str, Any]]:
-    """Every node of every graph, those inside higher-order ops included."""
+    """Yield every node of every graph, including those inside higher-order ops."""
     if isinstance(value, dict):
         for name, item in value.items():
             if name == "nodes" and isinstance(item, list):
@@ -180,7 +180,7 @@ def _nodes(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _keys(value: Any) -> Iterator[str]:
-    """Every text in a tree's description that is not a class name; the context is JSON inside JSON."""
+    """Yield every text in a tree's description that is not a class name; its context is JSON inside JSON."""
     if isinstance(value, dict):
         for name, item in value.items():
             if name == "context" and isinstance(item, str):

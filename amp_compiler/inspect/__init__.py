@@ -1,1 +1,1 @@
-"""What can be told of graphs and runs: reports, casts and FLOPs as counted, advice, pictures (``render/``)."""
+"""What users can read about graphs and runs: reports, counts of casts and FLOPs, advice, pictures (``render/``)."""

@@ -1,4 +1,4 @@
-"""What this machine does with each dtype, and what a model should know of it: ``amp-compiler doctor``."""
+"""How fast this machine is in each dtype, and what that means for a model: ``amp-compiler doctor``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Speed:
-    """A product of square matrices of one dtype on one device: seconds as torch does it and as a compiled graph does.
+    """A product of square matrices of one dtype on one device: the seconds in torch and in a compiled graph.
 
     ``kernel``: the op that a compiled graph runs. ``runs_on``: which units it uses, and why. ``of_fp32``: its time as a
     multiple of fp32's on the same device.
@@ -53,7 +53,7 @@ class Speed:
 
     @property
     def gflops(self) -> float:
-        """As we run it."""
+        """The speed in a compiled graph."""
         return 2 * SIZE**3 / self.ours / 1e9
 
 
@@ -73,13 +73,13 @@ class Machine:
 
 
 def look(progress: Callable[[str], None] = lambda text: None) -> Machine:
-    """Look at this machine and measure what each dtype costs on it."""
+    """Inspect this machine and measure what each dtype costs on it."""
     gpus = tuple(
         Gpu(p.name, (p.major, p.minor), p.total_memory)
         for p in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     )
     if any(cpu.wants_compiled(dtype) for dtype in LOW):
-        progress("making the CPU's kernels ready")
+        progress("compiling and loading the CPU kernels")
         build.prepare()
     speeds: list[Speed] = []
     for device in ("cpu", *(["cuda"] if gpus else [])):
@@ -98,7 +98,7 @@ def look(progress: Callable[[str], None] = lambda text: None) -> Machine:
 
 
 def measure(device: str, dtype: torch.dtype) -> Speed:
-    """Time one product, natively and by the kernel that a compiled graph runs; ``build.prepare`` comes before."""
+    """Time one product, natively and with the kernel that a compiled graph runs. Call ``build.prepare`` first."""
     a = torch.ones(SIZE, SIZE, dtype=dtype, device=device)
     native = _best(lambda: torch.mm(a, a), device)
     if dtype is torch.float32:
@@ -126,7 +126,7 @@ def _best(run: Callable[[], object], device: str) -> float:
 
 
 def advise(machine: Machine) -> list[str]:
-    """What this machine means for mixed precision."""
+    """Return advice on mixed precision for this machine."""
     found = []
     for dtype, units in ((torch.bfloat16, ("avx512_bf16", "amx_bf16")), (torch.float16, ("amx_fp16",))):
         if not set(units) & set(machine.features):
@@ -140,12 +140,12 @@ def advise(machine: Machine) -> list[str]:
         if gpu.capability < _TENSOR_CORES:
             found.append(
                 f"{gpu.name} has compute capability {have}, older than 7.0: no tensor cores, so mixed precision saves "
-                "memory and hardly any time."
+                "memory but hardly any time."
             )
         elif gpu.capability < _BF16:
             found.append(f"{gpu.name} (compute capability {have}) has no bfloat16 units: use float16 and loss scaling.")
     if not machine.gpus:
-        found.append("There is no GPU here: this machine can show the numerics of one, but not its speed.")
+        found.append("There is no GPU here: this machine can reproduce the numerics of one, but not its speed.")
     elif not machine.triton:
         found.append("Triton is not installed, so our GPU kernels are not used: pip install 'amp-compiler[gpu]'.")
     return found
@@ -155,7 +155,7 @@ def advise(machine: Machine) -> list[str]:
 
 
 def advise_model(view: GraphView, gpus: Sequence[Gpu] = ()) -> list[str]:
-    """What a model's shapes mean for tensor cores, from its forward graph."""
+    """Return advice on a model's shapes for tensor cores, from its forward graph."""
     multiple = 8
     products = [(node, sizes) for node in view.nodes if (sizes := _sizes(node, view))]
     odd = [(node, bad) for node, sizes in products if (bad := [s for s in sizes if s % multiple])]
@@ -167,8 +167,8 @@ def advise_model(view: GraphView, gpus: Sequence[Gpu] = ()) -> list[str]:
         padded = ", ".join(f"{size} to {-(-size // multiple) * multiple}" for size in dict.fromkeys(bad))
         found.append(
             f"{len(odd)} of {len(products)} matrix multiplications and convolutions have a dimension that isn't a "
-            f"multiple of {multiple}, which tensor cores need for full speed: the first is {node.name} ({node.op}{where}); "
-            f"pad {padded} (the batch, the vocabulary or the channels).{_ON_AMPERE * ampere}"
+            f"multiple of {multiple}, which tensor cores need for full speed: the first is {node.name} "
+            f"({node.op}{where}); pad {padded} (the batch, the vocabulary or the channels).{_ON_AMPERE * ampere}"
         )
     flops = sum(n.flops for n in view.nodes)
     moved = sum(n.nbytes for n in view.nodes if n.kind == "call")
@@ -176,22 +176,23 @@ def advise_model(view: GraphView, gpus: Sequence[Gpu] = ()) -> list[str]:
         found.append("The model has no matrix product or convolution: mixed precision can save memory, but not time.")
     elif flops < moved * _INTENSITY:
         found.append(
-            f"Only {flops / max(moved, 1):.0f} FLOPs of products and convolutions for each byte that its ops write: "
-            f"below about {_INTENSITY} the time goes into memory, and AMP pays by halving that, not by tensor cores. "
-            "Larger batches or wider layers change it."
+            f"Only {flops / max(moved, 1):.0f} FLOPs of products and convolutions per byte that its ops write: below "
+            f"about {_INTENSITY}, memory traffic takes most of the time, and AMP helps by halving that, not by tensor "
+            "cores. Larger batches or wider layers change that."
         )
     return found
 
 
-#: FLOPs for each byte written below which the products are not what takes the time (a V100 does about 140 fp16 FLOPs
-#: while it moves one byte; a model whose other ops write more than that ratio allows waits for memory)
+#: FLOPs per byte written; with fewer, products don't dominate the time (a V100 does about 140 fp16 FLOPs while it moves
+#: one byte; a model whose other ops write more than that waits for memory)
 _INTENSITY = 100
 
 
 def _sizes(node: NodeView, view: GraphView) -> list[int]:
-    """M, N, K of a matrix multiplication; channels of a convolution. Symbolic sizes are left out.
+    """Return M, N, K of a matrix multiplication or the channels of a convolution, without symbolic sizes.
 
-    All dimensions of the input of a layer but the last are one dimension of the product."""
+    All dimensions of the input of a layer but the last are one dimension of the product.
+    """
     if node.kind != "call" or not node.flops or not node.values:
         return []
     given = [_value(view, name) for name in node.inputs]

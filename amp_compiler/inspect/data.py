@@ -1,4 +1,4 @@
-"""What a report holds: rows, kernels and totals as plain values, which every renderer reads."""
+"""The contents of a report: rows, kernels and totals as plain values, which every renderer reads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Row:
     flops: int = 0
     #: the nodes whose precision, value or dtype led to it, the most important first
     causes: tuple[str, ...] = ()
-    #: a number that became the low dtype's own limit, in words; ``reason`` ends with it
+    #: a number that became the limit of the low-precision dtype, in words; ``reason`` ends with it
     limit: str = ""
 
     def __str__(self) -> str:
@@ -35,7 +35,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """How often an op of ours runs in the place of ATen's, and why; forward and backward."""
+    """How often one of our ops runs instead of ATen's, and why, in forward and backward."""
 
     op: str
     count: int
@@ -64,13 +64,13 @@ class ReportData:
     work: dict[str, float] | None = None
     #: module path -> its share of ``casts``; None where that is not known
     casts_by_module: dict[str, int] | None = None
-    #: memory that the CPU's kernels keep in this process for their next calls, for all models together
+    #: memory that the CPU kernels keep in this process for their next calls, for all models together
     scratch_bytes: int = 0
     #: the graphs after each stage, for pictures
     stages: tuple[Record, ...] = field(default=(), repr=False, compare=False)
 
 
 def work_line(work: Mapping[str, float]) -> str:
-    """The shares of work in one line."""
+    """Return the shares of work as one line."""
     return (f"work by FLOPs: {work['captured']:.1%} captured, {work['autocast']:.1%} under autocast, "
             f"{work['float32']:.1%} in float32 outside of graphs")  # fmt: skip

@@ -3,12 +3,12 @@
 The counts come from ``torch.profiler``'s record of the ops that ran, so they hold for eager code,
 ``torch.autocast``, compiled graphs and the backward alike. (A ``TorchDispatchMode`` would make Dynamo
 fall back to eager and so measure something else.) Ops that run on autograd's threads are included;
-threads that the function starts by itself are not. What Dynamo does while it compiles is left out,
+threads that the function starts by itself are not. What Dynamo does while it compiles is not counted,
 so a first call counts like any other.
 
-A kernel that Inductor generated is no op: casts fused into it reach no memory of their own, and the
-profiler does not see inside, neither casts nor products. The same holds for the inside of oneDNN, and for
-blocks of a matrix that our compiled `amp::cast_matmul` rounds as it packs them.
+A kernel that Inductor generated isn't an op: casts fused into it write no memory of their own, and the
+profiler sees neither casts nor products inside. The same is true of oneDNN, and of the blocks of a matrix
+that our compiled `amp::cast_matmul` rounds as it packs them.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from .recorded_flops import event_flops
 _Event = Any
 _Tensor = Any
 
-#: kernels that convert what they read in scratch memory of their own
+#: kernels that convert their inputs in scratch memory of their own
 KERNELS = frozenset({"amp::cast_matmul", *STANDS_FOR})
 _COMPILING = "(dynamo_timed)"  # how Dynamo ends the names of the phases of a compilation
-_HANDED_ON = ("PythonDispatchMode", "PythonSubclass")  # the op did not run here but below, from Python
+_HANDED_ON = ("PythonDispatchMode", "PythonSubclass")  # the op itself did not run, Python ran it again below
 _HALF_TO_FLOAT = ("aten::_softmax", "aten::_log_softmax")  # third argument: read half, write float
 _FREE = frozenset(
     {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_"}
     | {"_unsafe_view", "_efficientzerotensor"}
-)  # ops that allocate or re-label, beside those that the schema declares to be views
+)  # ops that allocate or re-label, in addition to those that the schema declares to be views
 
 
 @dataclass(frozen=True, slots=True)
 class CastCount:
     """The casts that ran: how many, how many bytes they wrote, and which ops asked for them.
 
-    ``inside``: (number, bytes) of conversions to scratch memory inside kernels of ours (on a CPU),
-    whose operands and results are no casts. They are not in ``number`` and ``bytes``.
+    ``inside``: (number, bytes) of conversions to scratch memory inside our own kernels (on a CPU).
+    They are not included in ``number`` and ``bytes``.
 
-    ``by_op`` maps the outermost op around each cast to its number of casts: ``aten::linear`` for what
-    autocast did on entry to a linear, ``aten::add`` for a sum of mixed dtypes, ``aten::_to_copy`` for a
+    ``by_op`` maps the outermost op around each cast to its number of casts: ``aten::linear`` for the casts
+    of autocast on entry to a linear, ``aten::add`` for a sum of mixed dtypes, ``aten::_to_copy`` for a
     cast written in a graph. Two counts are equal if number and bytes are.
     """
 
@@ -96,7 +96,8 @@ def count_casts(fn: Callable[[], object]) -> CastCount:
 
 
 def _conversions() -> tuple[int, int]:
-    """(number, bytes) of whole tensors that the compiled kernels have converted so far; the profiler sees none."""
+    """Return (number, bytes) of whole tensors that the compiled kernels have converted so far, unseen by the profiler.
+    """
     made: tuple[int, int] = torch.ops.amp_cpu.conversions() if registry.loaded() else (0, 0)
     return made
 
@@ -104,10 +105,10 @@ def _conversions() -> tuple[int, int]:
 def count_ops(fn: Callable[[], object]) -> Mapping[str, int]:
     """Call ``fn`` once and count the ops that did work, by name, the most frequent first.
 
-    The level is that of a ``TorchDispatchMode``, below autograd and autocast: an op that is only made
-    of others (``aten::linear``, ``aten::to``) is taken apart, one with a kernel of its own
-    (``aten::addmm``, ``aten::_to_copy``) counts once whatever it calls inside. Views and allocations
-    do no work and are left out.
+    Ops are counted at the level of a ``TorchDispatchMode``, below autograd and autocast: a composite op
+    (``aten::linear``, ``aten::to``) counts as the ops that it calls, and one with a kernel of its own
+    (``aten::addmm``, ``aten::_to_copy``) counts once, whatever it calls inside. Views and allocations
+    do no work and are not counted.
 
     >>> import torch
     >>> x, w = torch.ones(4, 3), torch.ones(5, 3)
@@ -121,9 +122,9 @@ def count_ops(fn: Callable[[], object]) -> Mapping[str, int]:
 def count_flops(fn: Callable[[], object]) -> Mapping[torch.dtype, int]:
     """Call ``fn`` once and count the floating-point operations of its products, by the dtype of their operands.
 
-    Products, convolutions, attention, oneDNN's LSTM layers, their backward, and our own forms of them: what a product
-    of ours rounds to as it reads is its dtype, however the CPU adds up. Not counted: elementwise work, and products
-    inside kernels that are no ops (see above).
+    Counted are products, convolutions, attention, oneDNN's LSTM layers, their backward, and our own kernels for them:
+    the dtype of our products is the one that they round their operands to, however the CPU adds up. Not counted are
+    elementwise work, and products inside kernels that aren't ops (see above).
 
     >>> import torch
     >>> x, w = torch.ones(4, 3), torch.ones(5, 3)
@@ -158,8 +159,8 @@ def count_all(fn: Callable[[], object]) -> Profile:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A product that ran. ``graph``: the piece that it belongs to, by number; None outside of any. ``source`` and
-    ``module`` (its ``id``) tell where in the user's code it was called, if stacks were recorded."""
+    """A product that ran. ``graph``: the number of the graph that it belongs to, or None. ``source`` and ``module``
+    (its ``id``): where in the user's code it was called, if stacks were recorded."""
 
     op: str
     dtype: torch.dtype
@@ -180,7 +181,7 @@ def list_products(fn: Callable[[], object], *, with_stack: bool = False) -> list
     return _products(_record(fn, with_stack=with_stack))
 
 
-#: how the name of a range begins that a captured graph runs in while products are listed
+#: the beginning of the name of the range around a captured graph while products are recorded
 GRAPH = "amp_compiler graph "
 
 
@@ -189,10 +190,10 @@ GRAPH = "amp_compiler graph "
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """What the profiler saw of one call.
+    """What the profiler recorded of one call.
 
-    ``roots``: the tree of ops, outermost first. ``lists``: arguments of an op with lists of integers in place, which
-    the tree leaves out, by the op's number. ``inside``: (number, bytes) of conversions that compiled kernels made.
+    ``roots``: the tree of ops, outermost first. ``lists``: arguments of an op including lists of integers, which the
+    tree omits, by the op's number. ``inside``: (number, bytes) of conversions inside compiled kernels.
     """
 
     roots: list[_Event]
@@ -208,7 +209,7 @@ def _record(fn: Callable[[], object], *, with_stack: bool = False) -> _Record:
     number, written = (after - early for after, early in zip(_conversions(), before, strict=True))
     results = recorded.kineto_results
     if results is None:
-        raise RuntimeError("torch.profiler recorded nothing: was it stopped inside the function?")
+        raise RuntimeError("torch.profiler recorded nothing: check that the function itself does not stop it.")
     lists = {event.correlation_id(): event.concrete_inputs() for event in results.events() if _has_lists(event.name())}
     return _Record(list(results.experimental_event_tree()), lists, (number, written))
 
@@ -221,7 +222,7 @@ def _casts(record: _Record) -> CastCount:
     by_op: Counter[str] = Counter()
     total = 0
     inside: list[int] = []
-    # The stack gives its last entry first: ops are met in the order in which they ran.
+    # The stack returns its last entry first, so ops are visited in the order in which they ran.
     stack: list[tuple[_Event, str | None]] = [(event, None) for event in reversed(record.roots)]
     while stack:
         event, outermost = stack.pop()
@@ -238,7 +239,7 @@ def _casts(record: _Record) -> CastCount:
         if written:
             by_op[outermost or name] += 1
             total += written
-            continue  # a copy_ between devices casts in a copy_ of its own: one cast
+            continue  # a copy_ between devices does its cast in a copy_ inside: one cast
         stack.extend((child, outermost) for child in reversed(children))
     within = (record.inside[0] + len(inside), record.inside[1] + sum(inside))
     return CastCount(by_op.total(), total, MappingProxyType(dict(by_op)), within)
@@ -287,7 +288,7 @@ def _products(record: _Record) -> list[Product]:
             found = event_flops(name, getattr(event.extra_fields, "inputs", ()), lists)
         if found is None:
             stack.extend((child, graph, source, module) for child in reversed(children))
-        else:  # whatever it calls inside is its own work
+        else:  # what it calls inside is counted as its own work
             products.append(Product(name, *found, graph, source, module))
     return products
 
@@ -297,7 +298,7 @@ _LIBRARY = ("<", "torch/", "amp_compiler/", os.path.dirname(torch.__file__), os.
 
 
 def _user_line(caller: Any) -> str:
-    """``file.py:12 in forward: text of the line`` of a call, or "" if it was made by torch or by us."""
+    """Return ``file.py:12 in forward: text of the line`` of a call, or "" if torch or this package made it."""
     file = caller.file_name
     if file.startswith(_LIBRARY):
         return ""
@@ -311,7 +312,7 @@ def _module_id(event: _Event) -> int:
 
 
 def _cast_bytes(name: str, event: _Event) -> int:
-    """Bytes that this op itself writes as a cast, or 0."""
+    """Return the bytes that this op itself writes as a cast, or 0."""
     if name == "aten::copy_":
         to, source = event.extra_fields.inputs[:2]
         is_number = source.dtype == torch.float64 and not source.sizes
@@ -337,19 +338,19 @@ def _is_handed_on(children: list[_Event]) -> bool:
 
 
 def _is_wrapper(event: _Event, children: list[_Event]) -> bool:
-    """Autocast's form of an op: it casts the arguments and calls the same op again."""
+    """True for autocast's wrapper of an op, which casts the arguments and calls the same op again."""
     return any(child.name == event.name and child.overload_name == event.overload_name for child in children)
 
 
 @functools.cache
 def _kind(name: str, overload: str) -> str:
-    """``"kernel"``, ``"free"`` (a view or an allocation) or ``"composite"`` (look at what it calls)."""
+    """Return ``"kernel"``, ``"free"`` (a view or an allocation) or ``"composite"`` (look at what it calls)."""
     schema = schema_named(name, overload)
     if schema is None:
-        return "composite"  # no op: an autograd node, a user's annotation
+        return "composite"  # not an op: an autograd node, a user's annotation
     full_name = f"{name}.{overload}" if overload else name
     if is_composite(full_name):
-        return "composite"  # also those that are sometimes a view: to, reshape
+        return "composite"  # including those that are sometimes a view: to, reshape
     if name.partition("::")[2] in _FREE or any(_is_alias(result) for result in schema.returns):
         return "free"
     return "kernel"

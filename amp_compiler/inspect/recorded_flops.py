@@ -1,7 +1,7 @@
 """Floating-point operations of one op that ran, from the profiler's record of it: products, convolutions, attention,
 oneDNN's LSTM layers, forward and backward. (``flops.py`` has those of nodes in a captured graph.)
 
-A multiplication and an addition are two. As in ``torch.utils.flop_counter``, whose formulas these are where it has one,
+A multiplication and an addition count as two. The formulas are those of ``torch.utils.flop_counter`` where it has one:
 elementwise work and a bias count nothing, and a causal mask saves nothing.
 """
 
@@ -22,9 +22,9 @@ _SCALAR_TYPES = {5: torch.float16, 6: torch.float32, 7: torch.float64, 15: torch
 
 
 def event_flops(name: str, arguments: Sequence[Argument], lists: Sequence[Any]) -> tuple[torch.dtype, int] | None:
-    """The dtype that an op multiplies in and how many operations it makes; None if it is no such op.
+    """Return the dtype that an op multiplies in and its number of operations; None for other ops.
 
-    ``arguments`` as the profiler's tree has them, with tensors; ``lists`` the same, with lists of integers.
+    ``arguments``: as in the profiler's tree, with tensors; ``lists``: the same, with lists of integers.
     """
     formula = _FORMULAS.get(STANDS_FOR.get(name, name))
     return None if formula is None else formula(arguments, lists)
@@ -34,7 +34,7 @@ Formula = Callable[[Sequence[Argument], Sequence[Any]], tuple[torch.dtype, int]]
 
 
 def _product(left: int) -> Formula:
-    """A matrix product, batched or not; its operands are the arguments ``left`` and ``left + 1``."""
+    """Return the formula of a matrix product, batched or not, with the operands ``left`` and ``left + 1``."""
 
     def formula(arguments: Sequence[Argument], lists: Sequence[Any]) -> tuple[torch.dtype, int]:
         a, b = arguments[left : left + 2]
@@ -53,7 +53,7 @@ def _convolution(arguments: Sequence[Argument], lists: Sequence[Any]) -> tuple[t
     x, weight = arguments[:2]
     stride, padding, dilation = lists[3:6]
     space = x.sizes[2:]
-    if not arguments[6]:  # transposed: every place of the input meets the whole filter
+    if not arguments[6]:  # the whole filter is applied per output position; transposed: per input position
         filters = weight.sizes[2:]
         space = [
             (size + 2 * _at(padding, i) - _at(dilation, i) * (filters[i] - 1) - 1) // _at(stride, i) + 1
@@ -63,7 +63,7 @@ def _convolution(arguments: Sequence[Argument], lists: Sequence[Any]) -> tuple[t
 
 
 def _convolution_backward(arguments: Sequence[Argument], lists: Sequence[Any]) -> tuple[torch.dtype, int]:
-    """Each of the gradients of input and weight takes what the forward took."""
+    """Count the gradients of input and weight: each costs as much as the forward."""
     gradient, x, weight = arguments[:3]
     space = (x if arguments[7] else gradient).sizes[2:]
     wanted = sum(bool(flag) for flag in lists[10][:2])
@@ -71,7 +71,7 @@ def _convolution_backward(arguments: Sequence[Argument], lists: Sequence[Any]) -
 
 
 def _at(values: Sequence[int], i: int) -> int:
-    """One value stands for all dimensions."""
+    """Return the value for dimension ``i``; a single value stands for all dimensions."""
     return values[i] if len(values) > 1 else values[0]
 
 
@@ -89,7 +89,8 @@ def _attention_backward(arguments: Sequence[Argument], lists: Sequence[Any]) -> 
 
 
 def _rnn_layer(times: int, x_at: int = 0, weights_at: int = 1) -> Formula:
-    """Every step of every sequence meets both weights of a layer; the backward twice: for input and for weights."""
+    """Return the formula of an RNN layer: every step of every sequence is multiplied by both weights; the backward
+    does it twice, for the input and for the weights."""
 
     def formula(arguments: Sequence[Argument], lists: Sequence[Any]) -> tuple[torch.dtype, int]:
         x, (from_input, from_state) = arguments[x_at], arguments[weights_at : weights_at + 2]

@@ -1,4 +1,4 @@
-"""``report()``: every op with its precision and why, and what it adds up to, made from graphs."""
+"""``report()``: every op with its precision and reason, and the totals, built from graphs."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Report(ReportData):
         return text
 
     def _repr_html_(self) -> str:
-        """The summary, and the rows as a table, for notebooks."""
+        """Return the summary, and the rows as a table, for notebooks."""
         from .render.notebook import table
 
         return table(self)
@@ -120,7 +120,7 @@ class Report(ReportData):
 
         data = dict(json.loads(given) if isinstance(given, str) else given)
         if data.pop("schema", SCHEMA_VERSION) != SCHEMA_VERSION:
-            raise ValueError(f"a report of another schema than {SCHEMA_VERSION}")
+            raise ValueError(f"the report's schema version is not {SCHEMA_VERSION}")
         rows = tuple(Row(**{**row, "causes": tuple(row.get("causes", ()))}) for row in data.pop("rows"))
         kernels = tuple(Kernel(**kernel) for kernel in data.pop("kernels", ()))
         known: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
@@ -134,7 +134,7 @@ class Report(ReportData):
 
 
 def graph_rows(gm: fx.GraphModule, index: int) -> list[Row]:
-    """A row for each op of a rewritten graph; inserted casts and selections of outputs are no rows."""
+    """Return a row for each op of a rewritten graph, without inserted casts and selections of outputs."""
     rows = []
     for name, inner in ir.all_graphs(gm):
         for node in inner.graph.nodes:
@@ -154,7 +154,7 @@ def graph_rows(gm: fx.GraphModule, index: int) -> list[Row]:
 
 
 def cast_totals(gm: fx.GraphModule) -> tuple[int, int]:
-    """Number of float casts in a graph, and the bytes that they write."""
+    """Return the number of float casts in a graph, and the bytes that they write."""
     number = total = 0
     for _, inner in ir.all_graphs(gm):
         for node in inner.graph.nodes:
@@ -166,7 +166,7 @@ def cast_totals(gm: fx.GraphModule) -> tuple[int, int]:
 
 
 def kernel_counts(gm: fx.GraphModule) -> Counter[tuple[str, str]]:
-    """(op, reason) of every op of ours in a graph."""
+    """Count (op, reason) of our own ops in a graph."""
     return Counter((ir.op_name(n), n.meta[ir.KERNEL]) for _, inner in ir.all_graphs(gm) for n in inner.graph.nodes
                    if ir.KERNEL in n.meta and ir.op_name(n).startswith("amp::"))  # fmt: skip
 
@@ -177,7 +177,7 @@ def build_report(
     kernels: Iterable[Counter[tuple[str, str]]] = (), stages: Sequence[Record] = (),
     work: Mapping[str, float] | None = None, scratch_bytes: int = 0,
 ) -> Report:  # fmt: skip
-    """Add up rows and cast totals."""
+    """Build a report from rows and cast totals."""
     rows, casts = tuple(rows), list(casts)
     flops = sum(r.flops for r in rows)
     low = sum(r.flops for r in rows if r.precision in LOW)
@@ -190,7 +190,7 @@ def build_report(
 
 
 def casts_by_module(stages: Sequence[Record]) -> dict[str, int] | None:
-    """The casts of the graphs that run, by module: of each captured graph the last stage tells."""
+    """Return the number of casts by module, in the graphs that run: the last stage of each captured graph."""
     last: list[Record] = []
     for stage in stages:
         if stage.name == "capture" or not last:

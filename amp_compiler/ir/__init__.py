@@ -1,8 +1,8 @@
-"""What one FX graph says: the vocabulary that capture, passes, verifier and report share, used as ``ir.op_name(node)``.
+"""Functions that read FX graphs, shared by capture, passes, verifier and report, and used as ``ir.op_name(node)``.
 
-Two dialects of FX pass through here: pre-dispatch ATen, where precision is decided, and functional ATen, which
-AOTAutograd gives back. The names below are those of single nodes and graphs; what takes more than that is in modules
-of its own: ``constants``, ``decisions``, ``flops``, ``nesting``, ``view``, ``weights``, ``wide``.
+There are two dialects of FX: pre-dispatch ATen, where precision is decided, and functional ATen, which AOTAutograd
+returns. The names below are about single nodes and graphs; anything larger is in a module of its own: ``constants``,
+``decisions``, ``flops``, ``nesting``, ``view``, ``weights``, ``wide``.
 """
 
 from .aliasing import (

@@ -11,7 +11,7 @@ from .graphs import operands, subgraphs
 from .meta import STATE
 from .schema import is_getitem, is_higher_order, mutated_args, schema_args, signature, tensor_args
 
-#: composite ops that give back their input itself when there is nothing to do, without saying so in their schema
+#: composite ops that may return their input itself when there is nothing to do, without saying so in their schema
 MAY_RETURN_INPUT = frozenset({
     "reshape", "contiguous", "flatten", "to", "type_as", "dropout", "feature_dropout", "alpha_dropout", "reshape_as",
     "unflatten", "ravel", "resolve_conj", "resolve_neg", "atleast_1d", "atleast_2d", "atleast_3d", "expand_as",
@@ -21,7 +21,8 @@ MAY_RETURN_INPUT = frozenset({
 
 
 def alias_classes(graph: fx.Graph) -> dict[fx.Node, int]:
-    """A number for each tensor node, equal for nodes that may share memory: views, in-place results, selections."""
+    """Return a number for each tensor node, equal for nodes that may share memory: views, in-place results, selections.
+    """
     parent: dict[fx.Node, fx.Node] = {}
 
     def find(node: fx.Node) -> fx.Node:
@@ -45,7 +46,7 @@ def alias_classes(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def written_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """Every node whose memory some node of the graph writes to, views of it included."""
+    """Return every node whose memory some node of the graph writes to, including views."""
     written = {a for n in graph.nodes if (names := mutated_args(n)) for name, a in tensor_args(n) if name in names}
     written |= {a for n in graph.nodes if is_higher_order(n) for a in _written_by_bodies(n)}
     if not written:
@@ -56,7 +57,7 @@ def written_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _written_by_bodies(node: fx.Node) -> Iterator[fx.Node]:
-    """The arguments of a higher-order node that a graph inside it writes to."""
+    """Yield the arguments of a higher-order node that a graph inside it writes to."""
     owner = node.graph.owning_module
     for _, body in subgraphs(owner, node) if owner is not None else ():
         written = written_nodes(body.graph)
@@ -64,7 +65,7 @@ def _written_by_bodies(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def output_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """Every node that shares memory with an output of the graph."""
+    """Return every node that may share memory with an output of the graph."""
     last = next(iter(reversed(graph.nodes)))
     results = {n for n in pytree.tree_leaves(last.args) if isinstance(n, fx.Node)}
     classes = alias_classes(graph)
@@ -81,18 +82,18 @@ class Aliases:
         self._classes = alias_classes(gm.graph) if self.written else {}
 
     def is_view(self, node: fx.Node) -> bool:
-        """True for a node that is written to and may be memory of one of its arguments."""
+        """True for a node that is written to and may share memory with one of its arguments."""
         if node not in self.written or mutated_args(node):
             return False
         return any(self._classes[node] == self._classes[a] for _, a in tensor_args(node))
 
     def shared_with(self, node: fx.Node) -> list[fx.Node]:
-        """All nodes that may be one piece of memory with ``node``, which is written to; the first one made it."""
+        """Return all nodes that may share memory with ``node``, which is written to; the first one allocated it."""
         return [n for n, number in self._classes.items() if number == self._classes[node]]
 
     def observes_alias(self, cast: fx.Node) -> bool:
         """True if the program can observe that this cast to the same dtype aliased its input: one of the two is written
-        to and the other read afterwards. In low precision the cast would be a copy, and the write lost."""
+        to and the other read afterwards. In low precision the cast would be a copy, and the write would be lost."""
         members = self.shared_with(cast)
         behind = {cast}
         for node in members:
@@ -110,7 +111,7 @@ class Aliases:
 
 
 def kept_between_calls(gm: fx.GraphModule) -> set[fx.Node]:
-    """The nodes between a value that the model keeps (a counter in a buffer) and the one that replaces it."""
+    """Return the nodes between a value that the model keeps (a counter in a buffer) and the one that replaces it."""
     nodes = list(gm.graph.nodes)
     places = [n for n in nodes if n.op == "placeholder"]
     results = pytree.tree_leaves(nodes[-1].args[0]) if nodes and nodes[-1].op == "output" else []

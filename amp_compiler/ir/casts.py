@@ -28,7 +28,7 @@ def is_cast(node: fx.Node) -> bool:
 
 
 def _changes_only_dtype(node: fx.Node) -> bool:
-    """``_to_copy`` as autograd writes it names the layout and device that the value has anyway."""
+    """True if a conversion changes only the dtype: autograd's ``_to_copy`` names the value's own layout and device."""
     source = node.args[0]
     before = tensor_of(source) if isinstance(source, fx.Node) else None
     for key, value in node.kwargs.items():
@@ -40,21 +40,21 @@ def _changes_only_dtype(node: fx.Node) -> bool:
 
 
 def cast_dtype(node: fx.Node) -> torch.dtype:
-    """The dtype that a cast node converts to."""
+    """Return the dtype that a cast node converts to."""
     dtype = node.kwargs["dtype"] if node.target is aten._to_copy.default else node.args[1]
     assert isinstance(dtype, torch.dtype)
     return dtype
 
 
 def cast_source(node: fx.Node) -> fx.Node:
-    """The node whose value a cast node converts."""
+    """Return the node whose value a cast node converts."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     return source
 
 
 def is_float_cast(node: fx.Node) -> bool:
-    """True for a cast between two different float dtypes: what reports and benchmarks count."""
+    """True for a cast between two different float dtypes, which reports and benchmarks count."""
     if not is_cast(node):
         return False
     source, result = tensor_of(cast_source(node)), tensor_of(node)
@@ -65,7 +65,7 @@ def is_float_cast(node: fx.Node) -> bool:
 
 
 def lossless(source: torch.dtype, target: torch.dtype) -> bool:
-    """True when every value of ``source`` is a value of ``target``, so that a cast changes nothing."""
+    """True if every value of ``source`` is also a value of ``target``, so that a cast loses nothing."""
     if source == target:
         return True
     exact: dict[torch.dtype, tuple[torch.dtype, ...]] = {

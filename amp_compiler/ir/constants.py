@@ -1,7 +1,7 @@
-"""Constants of a model's code: which values of a graph hold them, and whether a dtype can.
+"""Constants of a model's code: which values of a graph hold them, and whether a dtype can represent them.
 
-A constant that a dtype turns to inf, or to 0 from something else, must not reach an op of that dtype; nor may integers
-(positions) that it cannot tell apart.
+A non-zero constant that a dtype rounds to inf or 0 must not reach an op of that dtype, and neither may integers
+(positions) that it cannot distinguish.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PLACE = frozenset({
 })  # fmt: skip
 #: ops of one argument that turn a small value into a large one: result = value ** exponent
 POWERS = {"reciprocal": -1.0, "rsqrt": -0.5, "sqrt": 0.5}
-#: tensors of more elements are not looked into
+#: tensors with more elements are not examined
 LARGEST = 1 << 20
 UNINITIALIZED = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 
@@ -39,8 +39,8 @@ UNINITIALIZED = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_
 class Held:
     """A constant among the values of a tensor.
 
-    ``lost_in``: dtypes in which integers among them come out as others. ``placed``: an op put it there, beside values
-    of other origin (an eps that is added). ``once``: matters to the op that uses it, and not further on.
+    ``lost_in``: dtypes that round some of its integers to others. ``placed``: an op combined it with other values (an
+    eps that is added). ``once``: it matters to the op that uses it, but not to later ones.
     """
 
     value: float
@@ -53,7 +53,8 @@ class Held:
 
 
 def limit_in(value: float, dtype: torch.dtype, other: torch.dtype) -> float:
-    """A limit of ``dtype`` (its largest or smallest number, its eps) as that of ``other``; other values as they are."""
+    """Return a limit of ``dtype`` (its largest or smallest number, its eps) as that of ``other``; other values
+    unchanged."""
     if dtype is other:
         return value
     mine, theirs = torch.finfo(dtype), torch.finfo(other)
@@ -62,7 +63,7 @@ def limit_in(value: float, dtype: torch.dtype, other: torch.dtype) -> float:
 
 
 def fits(value: float, dtype: torch.dtype) -> bool:
-    """True unless rounding turns a finite value to inf, or to 0 from something else."""
+    """True unless rounding to ``dtype`` turns a finite value into inf, or a non-zero value into 0."""
     if value == 0 or not math.isfinite(value):
         return True
     rounded = float(torch.tensor(value, dtype=torch.float64).to(dtype))
@@ -70,9 +71,9 @@ def fits(value: float, dtype: torch.dtype) -> bool:
 
 
 def scalars(node: fx.Node, creation: bool, instead: dict[str, float]) -> list[float]:
-    """The Python numbers that take part in an op's arithmetic or end up in its result.
+    """Return the Python numbers that take part in an op's arithmetic or end up in its result.
 
-    ``instead``: values of arguments that stand for another number in the low dtype.
+    ``instead``: values for arguments that are a different number in low precision.
     """
     if not isinstance(node.target, OpOverload):
         return []
@@ -91,7 +92,7 @@ def scalars(node: fx.Node, creation: bool, instead: dict[str, float]) -> list[fl
 
 
 def hardest(value: torch.Tensor) -> list[Held]:
-    """The values of a constant tensor that are hardest to hold: the largest and the smallest magnitude."""
+    """Return the values of a constant tensor that are hardest to represent: the largest and the smallest magnitude."""
     if not value.dtype.is_floating_point or value.numel() == 0 or value.layout is not torch.strided:
         return []
     plain = value.detach()
@@ -107,9 +108,10 @@ def hardest(value: torch.Tensor) -> list[Held]:
 def evaluate(
     gm: fx.GraphModule, unknown: set[fx.Node], instead: Callable[[fx.Node], dict[str, float]]
 ) -> dict[fx.Node, torch.Tensor]:
-    """The value of every node that depends on no input, as far as it is small and not random.
+    """Return the value of every node that depends on no input, if it is small and not random.
 
-    ``unknown``: nodes that are written to and so have no one value. ``instead(node)``: numbers to use for others.
+    ``unknown``: nodes that are written to, so that they have no single value. ``instead(node)``: numbers to use instead
+    of the node's own.
     """
     known: dict[fx.Node, torch.Tensor] = {}
     with torch.no_grad(), without_dispatch_modes():
@@ -151,5 +153,5 @@ def _call(node: fx.Node, known: dict[fx.Node, torch.Tensor], instead: dict[str, 
     try:
         return node.target(*pytree.tree_map(plain, given), **pytree.tree_map(plain, named))  # type: ignore[operator]
     except Exception:
-        return None  # not ours to judge: the op is as unknown as one with an input
+        return None  # treat the op as unknown, like one that depends on an input
 

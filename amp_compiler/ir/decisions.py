@@ -1,4 +1,4 @@
-"""The three ways in which a decision on a node is put, and what each makes of its results."""
+"""Constructors for the three kinds of decisions on a node, with the dtypes of its results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def cast(
     node: fx.Node, dtype: torch.dtype, reason: str, rule: Rule, choice: Choice | None = None,
     keep: tuple[str, ...] = (), causes: Causes = (),
 ) -> Decision:  # fmt: skip
-    """Every float argument is cast to ``dtype``, except those in ``keep`` and those that the op's row names."""
+    """Decide that every float argument is cast to ``dtype``, except those in ``keep`` and those that the op's row
+    names."""
     row = choice.row if choice is not None else None
     explicit = names_dtype(node)
     follows = not explicit and dict(ir.schema_args(node)).get("dtype") is not None
@@ -42,7 +43,7 @@ def cast(
 def as_traced(
     node: fx.Node, reason: str, rule: Rule, choice: Choice | None = None, causes: Causes = ()
 ) -> Decision:
-    """Every float argument has the dtype that it was traced with."""
+    """Decide that every float argument has the dtype that it was traced with."""
     out = traced(node)
     return Decision(Mode.TRACED, _first_float(out), reason, rule, choice.cls if choice else None, out, causes=causes)
 
@@ -50,14 +51,14 @@ def as_traced(
 def as_it_comes(
     node: fx.Node, reason: str, rule: Rule, choice: Choice | None = None, traced_out: bool = False, causes: Causes = ()
 ) -> Decision:
-    """Arguments stay as they come; torch's own type promotion decides."""
+    """Decide that arguments stay as they are; torch's own type promotion applies."""
     changed = any(ir.dtype_of(a) != v.dtype for _, a in ir.tensor_args(node) if (v := ir.tensor_of(a)) is not None)
     out = promoted(node) if changed and not traced_out else traced(node)
     return Decision(Mode.NATIVE, _first_float(out), reason, rule, choice.cls if choice else None, out, causes=causes)
 
 
 def selected(node: fx.Node) -> Decision:
-    """A getitem: what its source gives at that place."""
+    """Decide for a getitem: the precision of that output of its source."""
     source, index = node.args
     assert isinstance(source, fx.Node)
     known = ir.decision(source)
@@ -70,12 +71,12 @@ def selected(node: fx.Node) -> Decision:
 
 
 def traced(node: fx.Node) -> tuple[torch.dtype | None, ...]:
-    """The dtypes of a node's results as it was traced."""
+    """Return the dtypes of a node's results as traced."""
     return tuple(None if v is None else v.dtype for v in ir.tensor_outputs(node))
 
 
 def promoted(node: fx.Node) -> tuple[torch.dtype | None, ...]:
-    """The output dtypes that torch itself gives for the arguments' new dtypes: ask the op, on fakes."""
+    """Return the output dtypes that torch gives for the arguments' new dtypes, by running the op on fakes."""
 
     def fake(arg: fx.Node) -> Any:
         value, dtype = arg.meta.get("val"), ir.dtype_of(arg)
@@ -97,13 +98,13 @@ def promoted(node: fx.Node) -> tuple[torch.dtype | None, ...]:
 
 
 def widest(dtypes: Sequence[torch.dtype | None]) -> torch.dtype:
-    """The one dtype among them, or fp32."""
+    """Return the only dtype among them; fp32 if they differ."""
     known = {d for d in dtypes if d is not None}
     return known.pop() if len(known) == 1 else torch.float32
 
 
 def names_dtype(node: fx.Node) -> bool:
-    """True where the author gave an op a ``dtype=`` of their own choice."""
+    """True if the author gave an op a ``dtype=`` of their own choice."""
     known = ir.origin(node)
     return dict(ir.schema_args(node)).get("dtype") is not None and not (known is not None and known.follows)
 

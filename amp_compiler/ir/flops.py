@@ -1,4 +1,4 @@
-"""Floating-point operations of the heavy ops in a pre-dispatch graph, from shapes alone."""
+"""Floating-point operations of the heavy ops in a pre-dispatch graph, computed from shapes alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .. import ir
 
 
 def node_flops(node: fx.Node) -> int:
-    """Two for each multiply-add of a matmul-like or convolution node; 0 for any other op."""
+    """Return two for each multiply-add of a matmul-like or convolution node; 0 for any other op."""
     formula = _FORMULAS.get(ir.op_name(node).removesuffix("_")) if node.op == "call_function" else None
     if formula is None:
         return 0
@@ -63,7 +63,7 @@ def _attention(named: dict[str, Any], out: list[int]) -> int:
 
 
 def _recurrent(named: dict[str, Any], out: list[int]) -> int:
-    """A whole RNN: every step of every sequence meets every matrix once."""
+    """Count a whole RNN: every step of every sequence is multiplied by every matrix once."""
     weights = [_shape(ir.tensor_of(node)) for node in named.get("params", ()) if isinstance(node, fx.Node)]
     return 2 * prod(_of(named, "input")[:2]) * sum(prod(shape) for shape in weights if len(shape) == 2)
 

@@ -14,7 +14,7 @@ from .schema import is_getitem, is_higher_order, op_name
 
 
 def call(graph: fx.Graph, mode: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-    """A new node at the graph's insertion point, with the value that its op gives on fakes."""
+    """Insert a new node at the graph's insertion point, with the value that its op returns on fakes."""
     node = graph.call_function(target, args, kwargs)
     given, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
     with mode, torch.no_grad():
@@ -23,8 +23,9 @@ def call(graph: fx.Graph, mode: Any, target: Any, args: tuple[Any, ...], kwargs:
 
 
 def unscale_of(gm: fx.GraphModule) -> tuple[fx.Node, list[fx.Node], list[int]] | None:
-    """(``amp::unscale``, the gradients that go in, the places of the outputs that come out of it) of a training step;
-    None if a gradient is sparse, is rounded again behind it, as a low parameter's is, or is part of a bucket."""
+    """Return (``amp::unscale``, the gradients passed to it, the positions of the outputs that come from it) of a
+    training step; None if a gradient is sparse, is part of a bucket, or is rounded again afterwards, like a low
+    parameter's."""
     op = next((n for n in gm.graph.nodes if op_name(n) == "amp::unscale"), None)
     last = next(iter(reversed(gm.graph.nodes)))
     results = pytree.tree_leaves(last.args[0])
@@ -42,13 +43,13 @@ def _comes_from(gradient: fx.Node, op: fx.Node) -> bool:
 
 
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph and of the graphs inside it, with the same names; values and constants are shared."""
+    """Return a copy of a graph and of the graphs inside it, with the same names; values and constants are shared."""
     graph = fx.Graph()
     result = graph.graph_copy(gm.graph, {})
     last = next(iter(reversed(gm.graph.nodes)))
     graph.output(result).meta = dict(last.meta)
     for old, new in zip(gm.graph.nodes, graph.nodes, strict=True):
-        new.meta, new.name = dict(old.meta), old.name  # fx would rename what is called as a builtin is
+        new.meta, new.name = dict(old.meta), old.name  # fx would rename nodes that have the name of a builtin
     twin = fx.GraphModule(gm, graph)
     for node in graph.nodes:
         held = getattr(gm, str(node.target), None) if node.op == "get_attr" else None
@@ -59,7 +60,7 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def add_input(graph: fx.Graph, name: str, role: Role, value: torch.Tensor) -> fx.Node:
-    """A new last input of a joint graph. Its target begins as torch's partitioners know the inputs of a backward."""
+    """Add a last input to a joint graph. Its target starts as torch's partitioners expect of inputs of a backward."""
     last = [n for n in graph.nodes if n.op == "placeholder"][-1]
     with graph.inserting_after(last):
         node = graph.placeholder(f"tangents_{name}")
@@ -69,8 +70,8 @@ def add_input(graph: fx.Graph, name: str, role: Role, value: torch.Tensor) -> fx
 
 
 def operands(node: fx.Node, body: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """(input of the body, argument of the higher-order node) for each input of a graph inside a node that is given a
-    node. Numbers are inputs too: where sizes are dynamic, a body gets them as arguments."""
+    """Yield (input of the body, argument of the higher-order node) for each input of a graph inside a node whose
+    argument is a node. Numbers are inputs too: where sizes are dynamic, a body gets them as arguments."""
     places = [n for n in body.graph.nodes if n.op == "placeholder"]
     given = [a for a in pytree.tree_leaves(node.args) if a is not None and not _is_body(a)]
     given += [a for a in pytree.tree_leaves(node.kwargs) if isinstance(a, fx.Node) and not _is_body(a)]
@@ -83,7 +84,7 @@ def _is_body(value: Any) -> bool:
 
 
 def subgraphs(gm: fx.GraphModule, node: fx.Node) -> list[tuple[str, fx.GraphModule]]:
-    """The graphs that a higher-order node holds and that may be rewritten, with their names, in argument order."""
+    """Return the graphs of a higher-order node that may be rewritten, with their names, in argument order."""
     found = []
     for value in pytree.tree_leaves((node.args, node.kwargs)):
         if isinstance(value, fx.Node) and value.op == "get_attr":
@@ -94,7 +95,7 @@ def subgraphs(gm: fx.GraphModule, node: fx.Node) -> list[tuple[str, fx.GraphModu
 
 
 def all_graphs(gm: fx.GraphModule, prefix: str = "") -> Iterator[tuple[str, fx.GraphModule]]:
-    """``gm`` and every graph below it, each with its dotted name."""
+    """Yield ``gm`` and every graph inside it, each with its dotted name."""
     yield prefix, gm
     for node in gm.graph.nodes:
         if is_higher_order(node):

@@ -1,4 +1,4 @@
-"""What the compiler writes on a graph and its nodes: the keys of ``meta``, and the values behind them."""
+"""The annotations that the compiler writes on a graph and its nodes: the keys of ``meta``, and their values."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from ..policy.rules import Rule
 META = "amp"  # node.meta key of the Decision
 PARAMETER = "amp_parameter"  # node.meta key, True on an input that is a leaf and needs a gradient
 NESTED = "amp_nested"  # node.meta key of the policy of a part that was compiled by itself (see nesting.py)
-REGION = "amp_region"  # node.meta key of the precision region a node stands in (see passes/normalize.py)
+REGION = "amp_region"  # node.meta key of the precision region around a node (see passes/normalize.py)
 DTYPE_OF = "amp_dtype_of"  # node.meta key: name of the node whose dtype this one names
 NUMBER_OF = "amp_number_of"  # node.meta key: name of the node whose dtype's limit (torch.finfo) is a number here
 STATE = "amp_state"  # gm.meta key: (output, input) positions of what the model keeps between calls
 CONSTANT = "amp_constant"  # node.meta key: the value of an input that is a constant of the model's code
 CLOSED = "amp_closed"  # gm.meta key: a body that no pass may look into
-OUTPUT_DTYPES = "amp_output_dtypes"  # gm.meta key: what the model's outputs are, where tracing lost it
-KERNEL = "amp_kernel"  # node.meta key: why an op of ours is in the place of ATen's
+OUTPUT_DTYPES = "amp_output_dtypes"  # gm.meta key: the dtypes of the model's outputs, where tracing lost them
+KERNEL = "amp_kernel"  # node.meta key: why one of our ops replaces an ATen op
 LOSS = "amp_loss"  # gm.meta key: the output that is the loss, in the graph of a training step
 ROLE = "amp_role"  # node.meta key of the Role of an input of a joint graph; gm.meta key: those of its outputs
 RESTORED = "amp_restored"  # gm.meta key: the Roles of outputs that a skipped update must leave as they were
-WEIGHTS = "amp_weights"  # gm.meta key: the graph that makes the low copies of weights, once an update
-NAMES = "amp_names"  # gm.meta key: place of each parameter among the forward's inputs -> its name in the model
+WEIGHTS = "amp_weights"  # gm.meta key: the graph that makes the low copies of weights, once per update
+NAMES = "amp_names"  # gm.meta key: position of each parameter among the forward's inputs -> its name in the model
 BUCKETS = "amp_buckets"  # gm.meta key: the names of the parameters whose gradients are reduced together
 OF_GRADIENT = "amp_of_gradient"  # node.meta key, True on the cast of a finished gradient before it leaves the graph
 PATH = "amp_path"  # node.meta key on an input that is a parameter or buffer: its path in the model
 ORIGIN = "amp_origin"  # node.meta key of the Origin (see passes/mark_dtype_origin.py)
-SETTLED = "amp_settled"  # gm.meta key: every value is what its op gives, inside of autocast regions too
+SETTLED = "amp_settled"  # gm.meta key: every value is what its op returns, inside of autocast regions too
 WIDE = "amp_wide"  # node.meta key on an input that counts as wide: what made it so (see wide.py)
 
 
 class Mode(enum.Enum):
-    """What the arguments of a node must look like."""
+    """The dtypes that the arguments of a node must have."""
 
     CAST = "cast"  # every float argument is cast to the node's precision
     TRACED = "traced"  # every float argument has the dtype that it was traced with
-    NATIVE = "native"  # arguments stay as they come; torch's own type promotion decides
+    NATIVE = "native"  # arguments stay as they are; torch's own type promotion applies
 
 
 class Because(NamedTuple):
@@ -55,9 +55,9 @@ class Because(NamedTuple):
 class Decision:
     """The precision of one node and why. ``out`` holds the dtype of each output tensor (None: no float).
 
-    ``reason`` is for people, ``rule`` says which rule decided, and ``causes`` names the nodes whose precision, value or
-    dtype led to it, the most important first; ``explain`` follows them. ``named``: what the node's own dtype argument
-    has to become. ``numbers``: new values of number arguments; ``limit`` says so in words. ``wide``: for each output,
+    ``reason`` is for people, ``rule`` is the rule that decided, and ``causes`` names the nodes whose precision, value
+    or dtype led to it, the most important first; ``explain`` follows them. ``named``: the new value of the node's own
+    dtype argument. ``numbers``: new values of number arguments; ``limit`` says so in words. ``wide``: for each output,
     what made it wide, or an empty text (see ``wide.py``).
     """
 
@@ -76,7 +76,7 @@ class Decision:
 
 
 def decision(node: fx.Node) -> Decision | None:
-    """The decision on ``node``, or None before ``assign_precision`` ran."""
+    """Return the decision on ``node``, or None before ``assign_precision`` has run."""
     found = node.meta.get(META)
     assert found is None or isinstance(found, Decision)
     return found
@@ -94,13 +94,13 @@ def amend(node: fx.Node, **changes: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What the twin trace tells of one node: the same code, run with every fp32 tensor in the low dtype.
+    """What the twin, the trace of the same code in low precision, reveals about one node.
 
     ``follows``: the dtype that the node names was another tensor's, so it is not the author's explicit choice.
     ``of``: the name of that tensor's node, if known. ``twin``: the dtype of its result in the twin. ``numbers``:
-    (argument, value) of each number that is another one in the low dtype (``torch.finfo(x.dtype).min``);
-    ``numbers_of``: the name of the node that was asked for its dtype there, if known. ``unsure``: why the node is to
-    stay as it was traced, if so.
+    (argument, value) of each number that differs in low precision (``torch.finfo(x.dtype).min``); ``numbers_of``: the
+    name of the node whose dtype was read there, if known. ``unsure``: why the node must stay as it was traced, or an
+    empty text.
     """
 
     follows: bool = False
@@ -112,7 +112,7 @@ class Origin:
 
 
 def origin(node: fx.Node) -> Origin | None:
-    """The verdict of the twin trace on ``node``, or None where there was none."""
+    """Return what the twin reveals about ``node``, or None if there is no twin."""
     found = node.meta.get(ORIGIN)
     assert found is None or isinstance(found, Origin)
     return found
@@ -122,8 +122,8 @@ def origin(node: fx.Node) -> Origin | None:
 class Role:
     """What an input or output of a training step's graph is for.
 
-    Inputs: ``primal`` (an input of the forward, ``index`` its place), ``constant``, ``tangent`` (the loss's gradient),
-    ``scale``, ``found`` (1 where an earlier micro-batch was not finite), ``saved`` (primal ``index`` before the
+    Inputs: ``primal`` (input number ``index`` of the forward), ``constant``, ``tangent`` (the loss's gradient),
+    ``scale``, ``found`` (1 if an earlier micro-batch was not finite), ``saved`` (primal ``index`` before the
     update), ``low`` (the low copy of primal ``index``), ``sum`` (its gradients so far, added to in place).
     Outputs: ``mutation`` (the new value of primal ``index``), ``output`` (of the forward), ``gradient`` (of primal
     ``index``), ``total`` (the sum of its gradients over all micro-batches and processes), ``found``.

@@ -1,8 +1,8 @@
 """Compiled models inside of a model that is compiled again: each keeps its own policy.
 
-While the outer model is captured, an ``amp_compile``'d part runs its original between two marks in the graph
-(``amp::scope``, as for a ``precision`` scope). ``normalize`` takes the marks out and writes the part's policy on the
-nodes between them; whoever decides about a node asks ``policy_at``. The other options are those of the outer model.
+While the outer model is captured, a part that is compiled itself runs its original between two marks in the graph
+(``amp::scope``, as for a ``precision`` scope). ``normalize`` removes the marks and writes the part's policy on the
+nodes between them; ``policy_at`` returns the policy of a node. The other options are those of the outer model.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ class Nested:
     root: str
 
     def relative(self, path: str) -> str | None:
-        """A path of the outer model as the part knows it; None for what is outside of the part."""
+        """Return a path of the outer model relative to the part; None if it is outside of the part."""
         if not self.root or path == self.root:
             return "" if path == self.root else path
         return path.removeprefix(f"{self.root}.") if path.startswith(f"{self.root}.") else None
 
 
 def mark_of(policy: Policy) -> str:
-    """What stands in a graph where a part with this policy begins."""
+    """Return the mark for the beginning of a part with this policy."""
     return _MARK + policy.to_toml()
 
 
 @functools.lru_cache(maxsize=256)
 def marked_policy(mark: str) -> Policy | None:
-    """The policy of a part that begins at this mark; None for another mark."""
+    """Return the policy of a part that begins at this mark; None for other marks."""
     return Policy.from_dict(tomllib.loads(mark.removeprefix(_MARK))) if mark.startswith(_MARK) else None
 
 
 @contextlib.contextmanager
 def policy_region(mark: str) -> Iterator[None]:
-    """Around the code of a part while the outer model is captured. A generator, as ``scopes.precision`` is."""
+    """Enclose the code of a part while the outer model is captured. A generator, like ``scopes.precision``."""
     torch.ops.amp.scope(mark)
     try:
         yield
@@ -60,38 +60,38 @@ def policy_region(mark: str) -> Iterator[None]:
 
 
 def has_parts(gm: fx.GraphModule) -> bool:
-    """Whether parts that were compiled by themselves are marked in a graph, or in one inside it."""
+    """True if a graph, or one inside it, contains parts that were compiled by themselves."""
     graphs = [m for m in gm.modules() if isinstance(m, fx.GraphModule)]
     texts = (a for m in graphs for n in m.graph.nodes if n.op == "call_function" for a in n.args)
     return any(isinstance(text, str) and text.startswith(_MARK) for text in texts)
 
 
 def policy_at(node: fx.Node, default: Policy) -> Policy:
-    """The policy in force at a node."""
+    """Return the policy that applies to a node."""
     found = node.meta.get(ir.NESTED)
     return found.policy if isinstance(found, Nested) else default
 
 
 def policies_in(gm: fx.GraphModule, default: Policy) -> list[Policy]:
-    """All policies in force somewhere in a graph, the default first."""
+    """Return all policies that apply somewhere in a graph, the default first."""
     found = (node.meta.get(ir.NESTED) for node in gm.graph.nodes)
     return list(dict.fromkeys([default, *(n.policy for n in found if isinstance(n, Nested))]))
 
 
 def check_together(outer: Policy, inner: Policy, path: str) -> None:
-    """``Policy.torch`` looks at other ops than the table's levels do: one graph is made for one of the two."""
+    """Raise if only one of the policies is ``Policy.torch``: it needs a graph of different ops than the levels do."""
     if (outer.autocast_device is None) != (inner.autocast_device is None):
         kinds = [f"Policy.torch({p.autocast_device!r})" if p.autocast_device else f"level {p.level!r}"
                  for p in (outer, inner)]  # fmt: skip
         raise PolicyError(
-            f"The model is compiled with {kinds[0]}, and its part '{path}' was amp_compile'd with {kinds[1]}: the two "
-            "cannot be in one graph. Give both the same kind of policy, or put the part's original in its place "
+            f"The model is compiled with {kinds[0]}, but its part '{path}' was compiled with {kinds[1]}: the two "
+            "cannot be in one graph. Use the same kind of policy for both, or replace the part by its original "
             "(part.original)."
         )
 
 
 def check_parts(outer: Policy, modules: Mapping[str, nn.Module]) -> None:
-    """Refuse what cannot be compiled again, before anything is captured."""
+    """Raise for parts that cannot be compiled again, before anything is captured."""
     for path, module in modules.items():
         for part in (module, module.__dict__.get("forward")):
             inner = compiled_policy(part)
@@ -100,7 +100,7 @@ def check_parts(outer: Policy, modules: Mapping[str, nn.Module]) -> None:
 
 
 def compiled_policy(part: Any) -> Policy | None:
-    """The policy of an ``amp_compile``'d module or method; None for anything else."""
+    """Return the policy of a module or method compiled by ``amp_compile``; None for anything else."""
     policy = part.policy if getattr(type(part), "_amp_compiled", False) else None
     return policy if isinstance(policy, Policy) else None
 

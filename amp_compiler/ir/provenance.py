@@ -1,4 +1,4 @@
-"""Where a node came from: the user's module, the user's line, the node that it was traced from."""
+"""Where a node comes from: the user's module, the user's line, the node that it was traced from."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .meta import NESTED, REGION
 
 
 def module_stack(node: fx.Node) -> list[tuple[str, Any]]:
-    """(module path, class) from the outermost module to the innermost; paths as ``named_modules`` has them."""
+    """Return (module path, class) from the outermost module to the innermost, with paths as in ``named_modules``."""
     found = node.meta.get("amp_module_stack")
     return found if found is not None else []
 
 
 def module_chain(node: fx.Node) -> list[str]:
-    """The paths of all modules around a node, outermost first, those included that are never called (a ModuleList)
-    or that a graph break hid from the tracer."""
+    """Return the paths of all modules around a node, outermost first, including those that are never called (a
+    ModuleList) or that a graph break hid from the tracer."""
     found = [""]
     for path, _ in module_stack(node):
         parts = path.split(".") if path else []
@@ -32,7 +32,7 @@ def module_chain(node: fx.Node) -> list[str]:
 
 
 def module_path(node: fx.Node) -> str:
-    """The path of the innermost module that a node came from ('' for the model itself)."""
+    """Return the path of the innermost module that a node comes from ('' for the model itself)."""
     stack = module_stack(node)
     return stack[-1][0] if stack else ""
 
@@ -42,11 +42,11 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<where>\
 
 
 def source_line(node: fx.Node) -> str:
-    """``file.py:12 in forward: self.fc(x)`` for the innermost user frame, or ''."""
+    """Return ``file.py:12 in forward: self.fc(x)`` for the innermost user frame, or ''."""
     return _innermost(node.meta.get("stack_trace") or "")
 
 
-@functools.lru_cache(maxsize=4096)  # asked for at each stage of a graph, and the ops of a line share their trace
+@functools.lru_cache(maxsize=4096)  # needed at each stage of a graph; the ops of a line share their trace
 def _innermost(trace: str) -> str:
     frames = _FRAME.findall(trace)
     if not frames:
@@ -64,8 +64,7 @@ def inherit_origin(node: fx.Node, origin: fx.Node) -> None:
 
 
 def inherit_placement(node: fx.Node, of: fx.Node) -> None:
-    """Let torch's partitioner put a node where it puts ``of``: into the forward or the backward, kept or computed
-    again."""
+    """Make torch's partitioner treat a node like ``of``: in the forward or the backward, kept or recomputed."""
     for key in ("partitioner_tag", "recompute", "ac_graph_id"):
         if key in of.meta:
             node.meta[key] = of.meta[key]
@@ -73,23 +72,23 @@ def inherit_placement(node: fx.Node, of: fx.Node) -> None:
             node.meta.pop(key, None)
 
 
-# torch's tracers leave on a node (torch 2.13): ``meta["from_node"]``, which names the node that an interpreter ran;
+# torch's tracers annotate a node (torch 2.13) with ``meta["from_node"]``, which names the node that an interpreter ran;
 # ``meta["seq_nr"]``, autograd's number of an op, which its backward ops share; and ``autograd_backward`` or
 # ``partitioner_tag``, which mark the nodes of a backward.
 
 
 def traced_from(node: fx.Node) -> str:
-    """The name of the node that was running when this one was traced, or ''."""
+    """Return the name of the node that was running when this one was traced, or ''."""
     found = node.meta.get("from_node")
     return str(found[-1].name) if found else ""
 
 
 def sequence_number(node: fx.Node) -> int | None:
-    """Autograd's number of the op; shared by an op and its backward."""
+    """Return autograd's number of the op, shared by an op and its backward."""
     found = node.meta.get("seq_nr")
     return found if isinstance(found, int) and found >= 0 else None
 
 
 def in_backward(node: fx.Node) -> bool:
-    """Whether the node was traced while autograd ran a backward."""
+    """True if the node was traced while autograd ran a backward."""
     return bool(node.meta.get("autograd_backward")) or node.meta.get("partitioner_tag") == "is_backward"

@@ -1,4 +1,4 @@
-"""Stretches of a model's code whose precision its author chose, as ``normalize`` writes them on nodes."""
+"""Regions of a model's code whose precision its author chose, as ``normalize`` writes them on nodes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ..policy import dtype_name
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A stretch of code whose precision the model's author chose. dtype None: autocast switched off.
+    """A region of code whose precision the model's author chose. dtype None: autocast switched off.
 
-    ``depth``: how many modules were on the stack where it was opened; a mark on a module below that is inside it.
+    ``depth``: how many modules were on the stack where it began; a mark on a deeper module is inside it.
     """
 
-    kind: str  # "precision", "autocast", or "level" for O0 beside other levels
+    kind: str  # "precision", "autocast", or "level" for O0 inside other levels
     dtype: torch.dtype | None
     depth: int = 1  # the model itself is around everything
 

@@ -20,7 +20,7 @@ OPERANDS = frozenset({"self", "other", "input", "tensors", "min", "max", "src", 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What an op's schema says. ``aliased``: arguments whose memory a result may be, or that are written to."""
+    """What an op's schema says. ``aliased``: arguments that a result may share memory with, or that are written to."""
 
     name: str
     overload: str
@@ -29,9 +29,9 @@ class Signature:
     aliased: tuple[str, ...]
 
 
-@functools.cache  # every pass and every check asks, for every node
+@functools.cache  # every pass and every check needs it for every node
 def signature(op: OpOverload) -> Signature:
-    """The schema of an op, read once."""
+    """Return what the schema of an op says, read once."""
     schema = schema_of(op)
     namespace, name = schema.name.split("::")
     written = (a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
@@ -45,7 +45,7 @@ def signature(op: OpOverload) -> Signature:
 
 
 def op_name(node: fx.Node) -> str:
-    """A node's op as people write it: ``linear`` for ATen, ``namespace::name`` for others."""
+    """Return a node's op as people write it: ``linear`` for ATen, ``namespace::name`` for others."""
     target = node.target
     if isinstance(target, OpOverload):
         return signature(target).name
@@ -57,7 +57,7 @@ def op_name(node: fx.Node) -> str:
 
 
 def overload_name(node: fx.Node) -> str:
-    """``conv2d.padding`` or ``linear``: the name with its overload, as the dispatcher lists it."""
+    """Return the name with its overload, as the dispatcher lists it: ``conv2d.padding`` or ``linear``."""
     return signature(node.target).overload if isinstance(node.target, OpOverload) else op_name(node)
 
 
@@ -72,7 +72,7 @@ def is_getitem(node: fx.Node) -> bool:
 
 
 def schema_args(node: fx.Node) -> Iterator[tuple[str, Any]]:
-    """(name, value) of each argument given, named by the op's schema (positions where it has none)."""
+    """Yield (name, value) for each argument given, named by the op's schema (by position if it has none)."""
     of_op = isinstance(node.target, OpOverload)
     names = signature(node.target).arguments if of_op else tuple(map(str, range(len(node.args))))
     yield from zip(names, node.args, strict=False)
@@ -80,7 +80,7 @@ def schema_args(node: fx.Node) -> Iterator[tuple[str, Any]]:
 
 
 def all_args(node: fx.Node) -> dict[str, Any]:
-    """Every argument of a node by its schema name, those left at their default included."""
+    """Return every argument of a node by its schema name, including those left at their default."""
     named = dict(schema_args(node))
     if isinstance(node.target, OpOverload):
         for argument in schema_of(node.target).arguments:
@@ -90,7 +90,7 @@ def all_args(node: fx.Node) -> dict[str, Any]:
 
 
 def tensor_args(node: fx.Node) -> Iterator[tuple[str, fx.Node]]:
-    """(argument name, node) for each argument that is a tensor, lists included, in order."""
+    """Yield (argument name, node) for each argument that is a tensor, including those in lists, in order."""
     for name, value in schema_args(node):
         if isinstance(value, fx.Node):
             if tensor_of(value) is not None:
@@ -102,12 +102,12 @@ def tensor_args(node: fx.Node) -> Iterator[tuple[str, fx.Node]]:
 
 
 def mutated_args(node: fx.Node) -> frozenset[str]:
-    """Names of the arguments that a node writes to."""
+    """Return the names of the arguments that a node writes to."""
     return signature(node.target).written if isinstance(node.target, OpOverload) else frozenset()
 
 
 def has_integer_operand(node: fx.Node) -> bool:
-    """True for arithmetic with an integer tensor, whose values a low dtype may not hold."""
+    """True for arithmetic with an integer tensor, whose values low precision may not represent."""
     for name, arg in tensor_args(node):
         value = tensor_of(arg)
         counts = value is not None and value.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

@@ -1,4 +1,4 @@
-"""A graph as text, one node a line."""
+"""A graph as text, one line per node."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .values import DTYPE_NAMES
 
 
 def format_value(value: Any) -> str:
-    """``bf16[8, 64]`` for a tensor, a tuple of them for several, '' for anything else."""
+    """Return ``bf16[8, 64]`` for a tensor, a tuple of such texts for several, '' for anything else."""
     if isinstance(value, torch.Tensor):
         name = DTYPE_NAMES.get(value.dtype, str(value.dtype).removeprefix("torch."))
         return f"{name}[{', '.join(str(s) for s in value.shape)}]"
@@ -26,7 +26,7 @@ def format_value(value: Any) -> str:
 
 
 def format_argument(value: Any) -> str:
-    """An argument as a person would write it."""
+    """Return an argument as a person would write it."""
     if isinstance(value, fx.Node):
         return value.name
     if isinstance(value, torch.dtype):
@@ -37,7 +37,7 @@ def format_argument(value: Any) -> str:
 
 
 def format_node(node: fx.Node) -> str:
-    """One line of readable text for one node."""
+    """Return one line of readable text for one node."""
     args = [format_argument(a) for a in node.args]
     args += [f"{k}={format_argument(v)}" for k, v in node.kwargs.items() if v is not None]
     if node.op == "output":
@@ -57,7 +57,7 @@ def format_node(node: fx.Node) -> str:
 
 
 def format_graph(gm: fx.GraphModule, *, reasons: bool = False) -> str:
-    """The whole graph as text, one node a line, subgraphs indented below it."""
+    """Return the whole graph as text, one line per node, subgraphs indented below it."""
     lines = []
     for node in gm.graph.nodes:
         line = format_node(node)

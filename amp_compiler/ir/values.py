@@ -21,7 +21,7 @@ ELIGIBLE = (torch.float32, *LOW_DTYPES)
 
 
 def tensor_outputs(node: fx.Node) -> tuple[torch.Tensor | None, ...]:
-    """The traced value of a node as a flat tuple; anything that is no tensor stands as None."""
+    """Return the traced value of a node as a flat tuple, with None for anything that isn't a tensor."""
     val = node.meta.get("val")
     if isinstance(val, torch.Tensor):
         return (val,)
@@ -31,13 +31,13 @@ def tensor_outputs(node: fx.Node) -> tuple[torch.Tensor | None, ...]:
 
 
 def tensor_of(node: fx.Node) -> torch.Tensor | None:
-    """The single tensor that a node stands for, or None."""
+    """Return the single tensor that a node stands for, or None."""
     val = node.meta.get("val")
     return val if isinstance(val, torch.Tensor) else None
 
 
 def dtype_of(node: fx.Node) -> torch.dtype | None:
-    """The dtype of a node's value after rewriting: the decision's if there is one, else the traced one."""
+    """Return the dtype of a node's value after rewriting: the decision's if there is one, else the traced one."""
     known = node.meta.get(META)
     if known is not None and len(known.out) == 1:
         out: torch.dtype | None = known.out[0]
@@ -53,7 +53,7 @@ def is_eligible(value: torch.Tensor | None) -> bool:
 
 
 def constant(gm: fx.GraphModule, node: Any) -> torch.Tensor | None:
-    """The tensor behind a node that stands for a constant of the model's code, or None."""
+    """Return the tensor behind a node that stands for a constant of the model's code, or None."""
     if not isinstance(node, fx.Node):
         return None
     found = getattr(gm, str(node.target), None) if node.op == "get_attr" else node.meta.get(CONSTANT)
@@ -61,7 +61,7 @@ def constant(gm: fx.GraphModule, node: Any) -> torch.Tensor | None:
 
 
 def nbytes(value: torch.Tensor, dtype: torch.dtype | None = None) -> int:
-    """Bytes of a (fake) tensor; a symbolic size counts with its hint."""
+    """Return the bytes of a (fake) tensor; a symbolic size counts with its hint."""
     total = (dtype or value.dtype).itemsize
     for size in value.shape:
         total *= concrete(size)
@@ -69,7 +69,7 @@ def nbytes(value: torch.Tensor, dtype: torch.dtype | None = None) -> int:
 
 
 def concrete(size: Any) -> int:
-    """An int for a possibly symbolic size: its hint, or 1 for an unbacked one."""
+    """Return an int for a possibly symbolic size: its hint, or 1 for an unbacked one."""
     if isinstance(size, int):
         return size
     node = getattr(size, "node", None)
@@ -78,7 +78,7 @@ def concrete(size: Any) -> int:
 
 
 def retype(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A fake tensor like ``value`` in another dtype."""
+    """Return a fake tensor like ``value`` in another dtype."""
     mode = getattr(value, "fake_mode", None)
     if mode is None:
         return torch.empty_strided(value.size(), value.stride(), dtype=dtype, device="meta")
@@ -87,19 +87,19 @@ def retype(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def fake_mode(graph: fx.Graph) -> Any:
-    """The mode that the values of a graph's nodes are fakes of."""
+    """Return the fake mode of the values of a graph's nodes."""
     values = (v for n in graph.nodes for v in tensor_outputs(n))
     return next(m for v in values if (m := getattr(v, "fake_mode", None)) is not None)
 
 
 def output_dtypes(gm: fx.GraphModule) -> list[torch.dtype | None]:
-    """The dtype of each output of a graph as it was traced; None for what is no tensor."""
+    """Return the traced dtype of each output of a graph; None for those that aren't tensors."""
     last = next(iter(reversed(gm.graph.nodes)))
     values = (tensor_of(n) if isinstance(n, fx.Node) else None for n in pytree.tree_leaves(last.args[0]))
     return [None if v is None else v.dtype for v in values]
 
 
 def returns_non_float(node: fx.Node) -> bool:
-    """True for an op that tells something of its inputs: a comparison, an argmax, the indices of a sort."""
+    """True for an op that returns facts about its inputs: a comparison, an argmax, the indices of a sort."""
     values = [v for v in tensor_outputs(node) if v is not None]
     return any(not v.dtype.is_floating_point and not v.dtype.is_complex for v in values)

@@ -1,7 +1,7 @@
-"""A graph as plain values: what every renderer, the diff and ``explain`` read, long after the graph itself changed.
+"""A graph as plain values, which renderers, the diff and ``explain`` can read after the graph itself has changed.
 
 A pass rewrites a graph in place, so the pipeline takes a ``GraphView`` after each one. It holds no tensor and no FX
-node: names, ops, shapes, dtypes, reasons, and who reads whom.
+node, only names, ops, shapes, dtypes, reasons, and the edges between nodes.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .provenance import in_backward, sequence_number, traced_from
 
 OTHER = "other"  # integers, booleans, fp64: ops without a precision to choose
 FORWARD, BACKWARD = "forward", "backward"
-#: what a node is; a "cast" is one between float dtypes, a "select" takes one of several results or views a parameter
+#: kinds of nodes; a "cast" is between float dtypes, a "select" selects one of several results or views a parameter
 KINDS = ("input", "parameter", "buffer", "constant", "call", "cast", "select", "output")
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One tensor that a node gives: its dtype, and its shape, where a symbolic size stands by its name."""
+    """One tensor that a node returns: its dtype and its shape, with symbolic sizes by name."""
 
     dtype: str
     shape: tuple[int | str, ...]
@@ -46,8 +46,8 @@ SHORT = {dtype_name(dtype): short for dtype, short in ir.DTYPE_NAMES.items()}
 class NodeView:
     """One node. ``precision``: of an op that computes; '' for inputs and outputs. ``reason`` and ``rule``: why, and by
     which kind of rule. ``cls``: the op's class in the table. ``inputs``: the names of the nodes that it reads.
-    ``nbytes``: what it writes. ``origin``: the node of the forward graph that it was made from. ``causes``: the nodes
-    that its precision comes from."""
+    ``nbytes``: the number of bytes it writes. ``origin``: the node of the forward graph that it was made from.
+    ``causes``: the nodes that its precision comes from."""
 
     name: str
     kind: str
@@ -77,7 +77,7 @@ class NodeView:
 
     @property
     def title(self) -> str:
-        """The name that a person knows: a parameter's path, else the node's."""
+        """The name to show to people: a parameter's path, otherwise the node's name."""
         return self.label or self.name
 
 
@@ -111,7 +111,7 @@ class GraphView:
         return any(node.part == BACKWARD for node in self.nodes)
 
     def part(self, keep: set[str]) -> GraphView:
-        """The nodes that are named, with the edges among them."""
+        """Return the named nodes, with the edges between them."""
         nodes = (
             replace(n, inputs=tuple(i for i in n.inputs if i in keep)) for n in self.nodes if n.name in keep
         )
@@ -122,8 +122,8 @@ class GraphView:
 
 
 def take_view(gm: fx.GraphModule, forward: GraphView | None = None) -> GraphView:
-    """The view of a graph. ``forward``: the forward graph that a functional one was made from; reasons and module
-    paths that differentiation lost are looked up there."""
+    """Return the view of a graph. ``forward``: the forward graph that a functional one was made from; reasons and
+    module paths that differentiation lost are looked up there."""
     nodes: list[NodeView] = []
     classes: dict[str, str] = {}
     for prefix, inner in ir.all_graphs(gm):
@@ -139,7 +139,7 @@ def take_view(gm: fx.GraphModule, forward: GraphView | None = None) -> GraphView
 
 
 def _body_inputs(gm: fx.GraphModule, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(input of a graph inside a node, what is given for it): the edges into a body."""
+    """Yield (input of a graph inside a node, the argument for it): the edges into a body."""
     for node in gm.graph.nodes:
         if ir.is_higher_order(node):
             for name, inner in ir.subgraphs(gm, node):
@@ -233,8 +233,8 @@ class _Taker:
         )  # fmt: skip
 
     def origin(self, node: fx.Node, part: str) -> str:
-        """The node of the forward graph that a functional node was made from: as torch says, else by the number that
-        autograd gives to an op and to its backward, else that of what it reads."""
+        """Return the node of the forward graph that a functional node was made from: as torch recorded it, else by the
+        number that autograd gives to an op and its backward, else that of one of its inputs."""
         if not self.functional or self.subgraph:
             return ""
         name = traced_from(node)
@@ -245,7 +245,7 @@ class _Taker:
         elif number is not None and number in self.by_sequence:
             name = self.by_sequence[number]
         elif ir.op_name(node).startswith(("amp::unscale", "amp::all_finite")):
-            name = ""  # of all gradients at once
+            name = ""  # it works on all gradients at once
         elif name not in self.known:
             name = next((self.origins[n] for n in node.all_input_nodes if self.origins.get(n)), "")
         self.origins[node] = name
@@ -256,7 +256,7 @@ INPUTS = ("input", "parameter", "buffer", "constant")
 
 
 def precision_name(dtype: torch.dtype | None) -> str:
-    """``bfloat16``; ``other`` for what has no precision to choose."""
+    """Return ``bfloat16`` or another float's name; ``other`` for a dtype without a precision to choose."""
     return dtype_name(dtype) if dtype is not None and dtype in ir.ELIGIBLE else OTHER
 
 
@@ -269,7 +269,7 @@ def _kind(node: fx.Node) -> str:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether an op gives back the memory of its input."""
+    """True if an op returns the memory of its input."""
     if not isinstance(node.target, OpOverload):
         return False
     returns = schema_of(node.target).returns
@@ -277,7 +277,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _computed_in(node: fx.Node) -> str:
-    """The precision of an op that no decision is known of: a product's own dtype, else that of its first result."""
+    """Return the precision of an op without a decision: a product's own dtype, else that of its first result."""
     named = dict(ir.schema_args(node))
     if ir.op_name(node).startswith("amp::cast") and isinstance(named.get("dtype"), torch.dtype):
         return precision_name(named["dtype"])
@@ -328,7 +328,7 @@ def _readable(name: str) -> str:
 
 
 def _code(node: fx.Node) -> str:
-    """The right-hand side of a node's assignment, as Python."""
+    """Return the right-hand side of a node's assignment, as Python."""
     if node.op == "output":
         return _literal(node.args[0])
     if node.op != "call_function":

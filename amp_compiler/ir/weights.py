@@ -1,7 +1,7 @@
 """The values behind the first inputs of an exported graph: parameters, buffers and constants of the model's code.
 
-A pass changes a weight by giving a new way to make it. It is made when it is asked for, so that at no time more of them
-are in memory than one, beside those that are kept in the end.
+A pass changes a weight by setting a new function that computes it. Weights are materialized one at a time, when they
+are needed, in addition to those that are kept in the end.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from . import constants
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight: its ``path`` in the model (``"encoder.0.weight"``), what torch counts it as (``"parameter"``,
-    ``"buffer"`` or ``"constant"``), and how its value is made.
+    """One weight: its ``path`` in the model (``"encoder.0.weight"``), its kind in torch (``"parameter"``, ``"buffer"``
+    or ``"constant"``), and the function that computes its value.
 
-    ``source``: what is equal for two inputs that show the same memory of the model (tied weights). ``fresh``: each
-    ``make`` gives a tensor of its own.
+    ``source``: equal for two inputs that share the same memory of the model (tied weights). ``fresh``: each call of
+    ``make`` returns a new tensor.
     """
 
     path: str
@@ -43,17 +43,17 @@ def _gone() -> torch.Tensor:
 
 
 class Weights:
-    """The weights of one graph by the name of their input. ``stored``: for an input that is gone, the name of the one
-    that holds its values, rounded."""
+    """The weights of one graph by the name of their input. ``stored``: for an input that was removed, the name of the
+    one that holds its values, rounded."""
 
     def __init__(self, known: Mapping[str, Weight]) -> None:
         self._known = dict(known)
-        self.store_low = True  # whether ``freeze_parameters`` will run
-        self.kept: dict[str, str] = {}  # path -> why, of weights that the low dtype cannot hold
+        self.store_low = True  # True if ``freeze_parameters`` will run
+        self.kept: dict[str, str] = {}  # path -> why low precision cannot represent this weight
         self.stored: dict[str, str] = {}
 
     def names_only(self) -> Weights:
-        """The names of these weights without their values, for another graph with inputs of the same names."""
+        """Return the names of these weights without their values, for another graph with inputs of the same names."""
         return Weights({name: replace(weight, make=_gone) for name, weight in self._known.items()})
 
     def __contains__(self, node: fx.Node) -> bool:
@@ -63,17 +63,17 @@ class Weights:
         return self._known[node.name]
 
     def value(self, node: fx.Node) -> torch.Tensor:
-        """The weight's value, made now."""
+        """Compute and return the weight's value."""
         with torch.no_grad():
             return self._known[node.name].make().detach()
 
     def fixed(self, graph: fx.Graph) -> list[fx.Node]:
-        """The inputs of ``graph`` that are weights and that nothing writes to."""
+        """Return the inputs of ``graph`` that are weights and are never written to."""
         written = ir.written_nodes(graph)
         return [n for n in graph.nodes if n in self and n not in written]
 
     def change(self, node: fx.Node, make: Callable[[], torch.Tensor], dtype: torch.dtype | None = None) -> None:
-        """Another value for the weight behind ``node``, or with ``dtype`` the same one rounded to it."""
+        """Set another value for the weight behind ``node``; with ``dtype``, it is the same value rounded to that."""
         old = self._known[node.name]
         self._known[node.name] = replace(old, make=make, fresh=True, source=None if dtype is None else old.source)
         if dtype is not None:
@@ -86,9 +86,9 @@ class Weights:
         self, graph: fx.Graph, like: fx.Node, suffix: str, make: Callable[[], torch.Tensor], value: torch.Tensor,
         *, rounded: bool = False,
     ) -> fx.Node:  # fmt: skip
-        """A new weight, an input after all other weights, named after ``like``. ``value`` is a fake of it.
+        """Add a weight, as an input after all other weights, named after ``like``. ``value`` is a fake of it.
 
-        ``rounded``: it is the values of ``like`` in another dtype.
+        ``rounded``: it holds the values of ``like`` in another dtype.
         """
         last = [n for n in graph.nodes if n in self][-1]
         base = self._known[like.name]
@@ -110,18 +110,18 @@ class Weights:
         return node
 
     def keep(self, node: fx.Node, peak: float, low: torch.dtype) -> None:
-        """Note that a weight stays fp32, and why."""
+        """Record that a weight stays fp32, and why."""
         name, what = dtype_name(low), "overflows" if peak > 1 else "rounds to 0"
         self.kept[self._known[node.name].path] = f"its largest value {peak:g} {what} in {name}"
 
     def drop(self, graph: fx.Graph, node: fx.Node) -> None:
-        """Take away a weight that nothing reads."""
+        """Remove a weight that nothing reads."""
         del self._known[node.name]
         graph.erase_node(node)
 
 
 def drop_unread(graph: fx.Graph, weights: Weights) -> bool:
-    """Take away all weights that nothing reads."""
+    """Remove all weights that nothing reads; True if there were any."""
     unread = [n for n in graph.nodes if n in weights and not n.users]
     for node in unread:
         weights.drop(graph, node)
@@ -143,13 +143,13 @@ def moves(node: fx.Node) -> bool:
 
 
 def float_args(node: fx.Node) -> list[fx.Node]:
-    """The float tensors among the arguments, one entry for each use."""
+    """Return the float tensors among the arguments, one entry per use."""
     values = [(a, ir.tensor_of(a)) for _, a in ir.tensor_args(node)]
     return [a for a, v in values if v is not None and v.dtype.is_floating_point]
 
 
 def _numbers(node: fx.Node) -> bool:
-    """Whether a number other than an index or a size takes part (a fill value, a clamp's limit)."""
+    """True if a number other than an index or a size takes part (a fill value, a clamp's limit)."""
     assert isinstance(node.target, OpOverload)
     kinds = {a.name: str(a.type) for a in schema_of(node.target).arguments}
     given = [(kinds.get(name, ""), value) for name, value in ir.schema_args(node) if value is not None]
@@ -157,7 +157,7 @@ def _numbers(node: fx.Node) -> bool:
 
 
 def misfit(value: torch.Tensor, low: torch.dtype) -> float | None:
-    """The largest magnitude in a weight, if ``low`` turns it to inf, or to 0 and with it the whole weight."""
+    """Return the largest magnitude in a weight if ``low`` rounds it to inf, or to 0 (and so the whole weight)."""
     if not value.numel() or not value.dtype.is_floating_point:
         return None
     smallest, largest = (float(limit) for limit in torch.aminmax(value))
@@ -169,7 +169,7 @@ def misfit(value: torch.Tensor, low: torch.dtype) -> float | None:
 
 
 def misfits(graph: fx.Graph, weights: Weights, lows: Iterable[torch.dtype]) -> dict[fx.Node, float]:
-    """The fp32 weights that one of ``lows`` cannot hold, each with the value to blame."""
+    """Return the fp32 weights that one of ``lows`` cannot represent, each with the offending value."""
     found = {}
     lows = tuple(lows)
     for node in weights.fixed(graph):

@@ -1,23 +1,23 @@
-"""Wide values: at O2, what an fp32 op made stays fp32 until a white-listed op reads it.
+"""Wide values: at O2, the result of an fp32 op stays fp32 until a white-listed op reads it.
 
-``sum``, ``pow``, ``exp`` and losses run in fp32 because their results leave a low dtype's range or lose their digits
-there. Rounding such a result in the next addition would undo that, so ``assign_precision`` follows it from node to
-node. A value is *wide* if it is
+``sum``, ``pow``, ``exp`` and losses run in fp32 because their results may exceed the range of low precision or lose
+their digits there. Rounding such a result in the next addition would undo that, so ``assign_precision`` follows it from
+node to node. A value is *wide* if it is
 
 1. the fp32 result of an op of class FP32, by the table or by the user's black list (not of one that is *fp32 inside*
    and runs low);
 2. the fp32 result of a neutral op that reads a wide value, or of one that moves or selects values of a wide one;
-3. one number that a reduction makes of many (``x.mean()``, ``torch.dot``), whatever the op's class, unless it is on the
-   white list: such numbers are losses, norms and counts, and cost nothing in fp32;
+3. one number that a reduction computes from many (``x.mean()``, ``torch.dot``), whatever the op's class, unless it is
+   on the white list: such numbers are losses, norms and counts, and cost nothing in fp32;
 4. an input of the graph that an earlier piece of the same call made wide, or a target of a compiled training step;
 5. an input of a graph inside a higher-order op, or a result of one, if it is wide on the other side.
 
 A neutral op (FOLLOW) that reads a wide value runs in fp32, and so does arithmetic on single numbers that the graph
-returns: a scalar loss is fp32 whatever it is made of. White-listed ops read wide values rounded and make nothing wide;
-a cast that follows a dtype (``x.to(y.dtype)``) ends the chain. What is computed from constants of the model's code
-alone is not wide: its values are known, and ``constants`` looks after their range.
+returns: a scalar loss is fp32 whatever it is computed from. White-listed ops round the wide values that they read, and
+their results are not wide; a cast that follows a dtype (``x.to(y.dtype)``) ends the chain. What is computed from
+constants of the model's code alone is not wide: its values are known, and ``constants`` checks their range.
 
-``Handed`` remembers the wide values that pieces of one call hand to each other.
+``Handed`` records the wide values that pieces of one call pass to each other.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from ..policy.ops.row import OpClass
 from .meta import Because, Decision
 from .nesting import policies_in, policy_at
 
-#: ops that select values and make one number of many
+#: ops that select values and reduce many numbers to one
 SELECTING_REDUCTIONS = ("amax", "amin")
-#: rules of decisions on nodes that hold no value of their arguments, or end the chain
+#: rules of decisions on nodes whose results don't come from their arguments' values, or that end the chain
 ENDS = (Rule.CREATION, Rule.NO_FLOAT, Rule.INPUT, Rule.FOLLOWS, Rule.LEVEL)
 _WIDE_DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 def why_wide(node: Any) -> str:
-    """What made the value of ``node`` wide, in words; empty if it is not wide."""
+    """Return what made the value of ``node`` wide, in words; empty if it is not wide."""
     known = ir.decision(node) if isinstance(node, fx.Node) else None
     return known.wide[0] if known is not None and len(known.wide) == 1 else ""
 
 
 def wide_outputs(gm: fx.GraphModule) -> tuple[str, ...]:
-    """``why_wide`` of each output of a graph."""
+    """Return ``why_wide`` of each output of a graph."""
     last = next(iter(reversed(gm.graph.nodes)))
     return tuple(why_wide(value) for value in pytree.tree_leaves(last.args[0]))
 
@@ -68,12 +68,12 @@ class WideRule:
         self.returned = _returned_scalars(gm) if self.applies else set()
 
     def asks_for_fp32(self, node: fx.Node, args: Iterable[fx.Node], choice: Choice) -> Because | None:
-        """Why ``node`` has to run in fp32; None if the rule does not ask for it."""
+        """Return why ``node`` has to run in fp32; None if the rule does not apply."""
         if not self.applies or choice.rule is Rule.WHITE_LIST or not policy_at(node, self.policy).keeps_wide:
             return None
         given = list(args)
         if choice.cls is OpClass.LOW:
-            reason = "gives a scalar that is returned, such as a loss: kept in fp32"
+            reason = "computes a scalar that is returned, such as a loss: kept in fp32"
             return Because(reason) if node in self.returned else None
         if wide := next((a for a in given if why_wide(a)), None):
             return Because(f"reads {why_wide(wide)}", (wide.name,))
@@ -85,7 +85,7 @@ class WideRule:
         return None
 
     def noted(self, node: fx.Node, new: Decision) -> Decision:
-        """The decision on ``node``, which says also which of its results are wide."""
+        """Return the decision on ``node``, extended by which of its results are wide."""
         why = self._made_wide(node, new) if self.applies and node not in self.known else ""
         wide = tuple(why if dtype in _WIDE_DTYPES else "" for dtype in new.out)
         return replace(new, wide=wide) if any(wide) else new
@@ -110,7 +110,7 @@ class WideRule:
 
 
 def described(node: fx.Node) -> str:
-    """``sum (model.py:12)``: an op and the line it comes from."""
+    """Return an op and the line it comes from: ``sum (model.py:12)``."""
     place = ir.source_line(node).partition(" in ")[0]
     return f"{ir.op_name(node)} ({os.path.basename(place)})" if place else ir.op_name(node)
 
@@ -123,15 +123,15 @@ def _reduces_to_scalar(node: fx.Node, args: Sequence[fx.Node]) -> bool:
 
 
 def _reads_no_value(node: fx.Node) -> bool:
-    """True for ``zeros_like``, ``new_full``, ``randn_like``: they take a shape from their input, or draw numbers."""
+    """True for ops such as ``zeros_like``, ``new_full``, ``randn_like``, which read a shape only or draw numbers."""
     name, target = ir.op_name(node), node.target
     random = isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
     return random or name.endswith("_like") or name.startswith("new_")
 
 
 def _returned_scalars(gm: fx.GraphModule) -> set[fx.Node]:
-    """The single numbers that the graph returns, and those that they are made of. The loss of a training step may
-    have dimensions of size 1."""
+    """Return the single numbers that the graph returns, and those that they are computed from. The loss of a training
+    step may have dimensions of size 1."""
     last = next(iter(reversed(gm.graph.nodes)))
     results = pytree.tree_leaves(last.args[0]) if last.op == "output" else []
     loss = results[gm.meta[ir.LOSS]] if gm.meta.get(ir.LOSS) is not None else None
@@ -163,14 +163,14 @@ class _Calls(threading.local):
 
 
 class Handed:
-    """The wide values that the pieces of the running call have made so far. They are not kept alive by it."""
+    """The wide values that the pieces of the running call have computed so far. It does not keep them alive."""
 
     def __init__(self) -> None:
         self._calls = _Calls()
 
     @contextlib.contextmanager
     def call(self, given: Any = None) -> Iterator[None]:
-        """Around one call of a compiled model; ``given``: values that count as wide from the start."""
+        """Enclose one call of a compiled model; ``given``: values that count as wide from the start."""
         calls = self._calls
         calls.running += 1
         try:
@@ -187,7 +187,7 @@ class Handed:
             self._calls.found[id(value)] = (weakref.ref(value), why)
 
     def why(self, value: Any) -> str:
-        """What made this tensor, or the one that it is a view of, wide in the running call; empty if nothing did."""
+        """Return what made this tensor, or the one that it is a view of, wide in the running call; empty if nothing."""
         found = self._calls.found
         for tensor in (value, value._base) if found and isinstance(value, torch.Tensor) else ():
             known = found.get(id(tensor))
@@ -196,7 +196,7 @@ class Handed:
         return ""
 
     def from_piece(self, graph: fx.GraphModule, run: Callable[..., Any]) -> Callable[..., Any]:
-        """``run``, which runs ``graph``, and remembers its wide results."""
+        """Return a function like ``run``, which runs ``graph``, that also records its wide results."""
         places = [(place, why) for place, why in enumerate(wide_outputs(graph)) if why]
         if not places:
             return run

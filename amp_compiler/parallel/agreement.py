@@ -1,4 +1,4 @@
-"""Do all processes run the same thing? They are asked before a collective could wait forever."""
+"""Check that all processes run the same thing, before a collective could wait forever."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_agreement(group: dist.ProcessGroup, facts: Mapping[str, str], when: st
     if told:
         raise ParallelError(
             f"The processes that train together do not run the same thing {when}. " + ". ".join(told) + ".",
-            hint="Build the same model with the same arguments in every process; give each a batch of the same shape.",
+            hint="Build the same model with the same arguments in every process; pass each a batch of the same shape.",
         )
 
 
@@ -36,12 +36,12 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def fingerprint(text: str) -> str:
-    """A short stand-in for a long text."""
+    """Return a short hash of a long text."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def graph_fingerprint(gm: fx.GraphModule) -> str:
-    """The same for graphs that compute the same by the same ops, dtypes and shapes."""
+    """Return a hash that is equal for graphs with the same ops, dtypes and shapes."""
     lines = []
     for node in gm.graph.nodes:
         values = ", ".join(

@@ -18,7 +18,7 @@ from .spec import DataParallel, process_group
 
 
 class DataEngine:
-    """What a compiled training step asks of a ``DataParallel``."""
+    """Averages the gradients of a compiled training step, as a ``DataParallel`` asks for."""
 
     def __init__(self, spec: DataParallel) -> None:
         self.spec, self.group = spec, process_group(spec.mesh_or_group)
@@ -27,14 +27,14 @@ class DataEngine:
         self.agreed = False
 
     def begin(self, tensors: Sequence[Tensor], facts: Mapping[str, str]) -> None:
-        """Check that all processes agree, then give all of them the first one's values."""
+        """Check that all processes agree, then broadcast the first one's values."""
         check_agreement(self.group, facts, "at compile_train_step")
         with torch.no_grad():
             for tensor in tensors:
                 dist.broadcast(tensor.detach(), group=self.group, group_src=0)
 
     def reduction(self, *, of_sums: bool) -> Reduction:
-        """What the pass ``reduce_gradients`` has to know."""
+        """Return what the pass ``reduce_gradients`` has to know."""
         size = int(self.spec.bucket_mb * (1 << 20))
         return Reduction(self.group.group_name, self.size, self.spec.reduce_dtype, size, self.layout, of_sums)
 
@@ -89,7 +89,7 @@ def _buckets(parameters: Sequence[tuple[str, Tensor]], reduction: Reduction) -> 
 
 
 def _shapes(graph: fx.GraphModule) -> str:
-    """The shapes of the inputs that are not the model's own."""
+    """Return the shapes of the inputs that don't belong to the model."""
     values = [
         ir.tensor_of(n) for n in graph.graph.nodes
         if n.op == "placeholder" and not n.meta.get(ir.PARAMETER) and not n.meta.get(ir.PATH)

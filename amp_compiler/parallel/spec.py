@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from ..common.errors import ArgumentError
 from ..policy import dtype_name
@@ -43,17 +42,19 @@ class DataParallel:
 
 
 def check_reduce_dtype(dtype: Any) -> None:
-    """A dtype that gradients can be averaged in, or None."""
+    """Raise unless ``dtype`` is None or one that gradients can be averaged in."""
     if dtype is not None and dtype not in _REDUCE_DTYPES:
         names = ", ".join(f"torch.{dtype_name(known)}" for known in _REDUCE_DTYPES)
         raise ArgumentError(f"reduce_dtype must be None or one of {names}, not {dtype!r}.")
 
 
 def process_group(mesh_or_group: Any) -> dist.ProcessGroup:
-    """The group of a ``ProcessGroup``, a one-dimensional ``DeviceMesh``, or None."""
+    """Return the group of a ``ProcessGroup``, of a one-dimensional ``DeviceMesh``, or, for None, of all processes."""
+    from torch.distributed.device_mesh import DeviceMesh
+
     if not dist.is_available() or not dist.is_initialized():
         raise ArgumentError(
-            "compile_train_step(parallel=...) needs a process group, and torch.distributed is not initialized.",
+            "compile_train_step(parallel=...) needs a process group, but torch.distributed is not initialized.",
             hint="Start the script with torchrun and call torch.distributed.init_process_group() first.",
         )
     if mesh_or_group is None:

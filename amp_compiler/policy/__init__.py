@@ -1,4 +1,4 @@
-"""Which precision each op, module and region gets: levels, the op table (``ops/``), users' rules, scopes."""
+"""The precision of each op, module and region: levels, the op table (``ops/``), users' rules, scopes."""
 
 from .dtypes import DTYPES, check_low_dtype, default_dtype, dtype_name, precision_dtype
 from .levels import DEFAULT_LEVEL, LEVELS, Level, Treatment, check_level

@@ -1,4 +1,4 @@
-"""Dtypes as users name them, and the names that users read."""
+"""Dtypes as users write them, and the names that users read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "flo
 
 
 def precision_dtype(given: object) -> torch.dtype:
-    """The dtype that ``"float32"``, ``"bf16"`` or ``torch.float16`` names."""
+    """Return the dtype that ``"float32"``, ``"bf16"`` or ``torch.float16`` names."""
     if isinstance(given, torch.dtype) and given in DTYPES.values():
         return given
     if isinstance(given, str):
@@ -25,7 +25,7 @@ def precision_dtype(given: object) -> torch.dtype:
 
 
 def check_low_dtype(given: object) -> torch.dtype:
-    """The low dtype, fp16 or bf16; anything else is an error."""
+    """Return the low-precision dtype, fp16 or bf16; raise for anything else."""
     try:
         dtype = precision_dtype(given)
     except ArgumentError:
@@ -38,11 +38,11 @@ def check_low_dtype(given: object) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``bfloat16`` for ``torch.bfloat16``."""
+    """Return ``bfloat16`` for ``torch.bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
 def default_dtype(device: Any) -> torch.dtype:
-    """torch.autocast's default: fp16 on CUDA, bf16 elsewhere."""
+    """Return torch.autocast's default: fp16 on CUDA, bf16 elsewhere."""
     kind = device.type if isinstance(device, torch.device) else str(device).split(":")[0]
     return torch.float16 if kind == "cuda" else torch.bfloat16

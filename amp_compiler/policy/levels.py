@@ -1,4 +1,4 @@
-"""The levels, one row each: what a level makes of each class of ops.
+"""The levels, one row each: how a level treats each class of ops.
 
 To add a level, add a row to ``LEVELS`` and document it; nothing else names levels.
 """
@@ -19,9 +19,9 @@ class Treatment(enum.Enum):
     UNTOUCHED = "untouched"  # as they were traced
     FP32 = "fp32"  # in fp32
     FP32_LOW_OUTSIDE = "fp32, low outside"  # in fp32, or low in and out where torch's kernel is fp32 inside
-    LOWEST_INPUT = "low if all inputs are low"  # low where everything it reads is low already, else fp32
-    LOW_UNLESS_WIDE = "low unless wide"  # low, unless it reads a value that an fp32 op made
-    LOW = "low"  # low wherever the low dtype can hold its constants
+    LOWEST_INPUT = "low if all inputs are low"  # low if all its inputs are low already, else fp32
+    LOW_UNLESS_WIDE = "low unless wide"  # low, unless it reads the result of an fp32 op
+    LOW = "low"  # low wherever low precision can represent its constants
 
     @property
     def asks_for_low(self) -> bool:
@@ -32,8 +32,8 @@ class Treatment(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class Level:
     """One level. ``low``, ``fp32``, ``follow``: the treatment of the op classes LOW, FP32 and FOLLOW; ops that move
-    values (EXACT) follow their input at every level. ``low_model``: the model counts as a low one, so that code which
-    asks for the dtype of a value sees the low dtype, and a conversion stores lookup tables in it.
+    values (EXACT) follow their input at every level. ``low_model``: the model counts as low, so code that asks for the
+    dtype of a value sees the low-precision dtype, and a conversion stores lookup tables in it.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Level:
     low_model: bool = False
 
     def treatment(self, cls: OpClass | None) -> Treatment:
-        """What the level does with an op of this class."""
+        """Return how the level treats ops of this class."""
         return {OpClass.LOW: self.low, OpClass.FP32: self.fp32, OpClass.FOLLOW: self.follow}.get(
             cls or OpClass.KEEP, Treatment.UNTOUCHED
         )
@@ -55,21 +55,21 @@ class Level:
 
     @property
     def keeps_wide(self) -> bool:
-        """True if values that fp32 ops made stay fp32 until a white-listed op reads them."""
+        """True if results of fp32 ops stay fp32 until a white-listed op reads them."""
         return self.follow is Treatment.LOW_UNLESS_WIDE
 
     def says(self, cls: OpClass) -> str:
-        """What the level does with ops of a class, as a sentence; empty where a level says nothing of them."""
+        """Return how the level treats ops of a class, as a sentence; empty if it says nothing about them."""
         if not self.rewrites:
             return f"level {self.name} touches nothing"
         everything = self.fp32 is Treatment.LOW and cls in (OpClass.LOW, OpClass.FP32, OpClass.FOLLOW)
-        told = "runs everything that it can in the low dtype" if everything else _WORDS.get((cls, self.treatment(cls)))
+        told = "runs everything that it can in low precision" if everything else _WORDS.get((cls, self.treatment(cls)))
         return f"level {self.name} {told}" if told else ""
 
 
 _WORDS = {
-    (OpClass.LOW, Treatment.LOW): "runs the white list in the low dtype",
-    (OpClass.LOW, Treatment.LOW_UNLESS_WIDE): "runs the white list in the low dtype, unless it reads a wide value",
+    (OpClass.LOW, Treatment.LOW): "runs the white list in low precision",
+    (OpClass.LOW, Treatment.LOW_UNLESS_WIDE): "runs the white list in low precision, unless it reads a wide value",
     (OpClass.LOW, Treatment.LOWEST_INPUT): "runs the white list low where all its inputs are low",
     (OpClass.LOW, Treatment.FP32): "runs the white list in fp32",
     (OpClass.FP32, Treatment.FP32): "runs the black list in fp32",
@@ -78,8 +78,8 @@ _WORDS = {
     (OpClass.FOLLOW, Treatment.FP32): "keeps other arithmetic in fp32",
     (OpClass.FOLLOW, Treatment.LOWEST_INPUT): "runs other arithmetic low where all its inputs are low",
     (OpClass.FOLLOW, Treatment.LOW_UNLESS_WIDE):
-        "runs other arithmetic in the low dtype, unless it reads what an fp32 op made",
-    (OpClass.FOLLOW, Treatment.LOW): "runs other arithmetic in the low dtype",
+        "runs other arithmetic in low precision, unless it reads the result of an fp32 op",
+    (OpClass.FOLLOW, Treatment.LOW): "runs other arithmetic in low precision",
 }  # fmt: skip
 
 _ROWS = (
@@ -96,7 +96,7 @@ DEFAULT_LEVEL = "O2"
 
 
 def check_level(level: object) -> str:
-    """``level`` if it is one, else an error that names the nearest."""
+    """Return ``level`` if it is one; otherwise raise an error that names the closest match."""
     if isinstance(level, str) and level in LEVELS:
         return level
     names = {name.lower(): name for name in LEVELS}

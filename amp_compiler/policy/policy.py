@@ -1,7 +1,7 @@
 """``Policy``: an immutable value that says which precision each op, module and region gets.
 
-The policy reads the op table and answers one question, ``classify``: what class has this op, and why.
-Turning a class into a dtype at a place in a graph is the pass ``assign_precision`` (``passes/precision/``).
+The policy reads the op table, and ``classify`` returns the class of an op and the reason for it. The pass
+``assign_precision`` (``passes/precision/``) turns a class into a dtype for each node of a graph.
 
 Precedence, the first that applies wins:
 
@@ -53,7 +53,7 @@ class Conditional:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a policy says of one op: a class, the table's row if there is one, and why."""
+    """What a policy says about one op: its class, the table's row if there is one, and why."""
 
     cls: OpClass
     row: Row | None
@@ -107,7 +107,7 @@ class Policy:
                 f"torch.autocast's lists are known for {', '.join(torch_lists.LISTS)}, not {self.autocast_device!r}."
             )
 
-    # ------------------------------------------------------------------------------------ making
+    # -------------------------------------------------------------------------------- construction
 
     @classmethod
     def default(cls, level: str = DEFAULT_LEVEL, dtype: DType | str | None = None, device: Any = "cpu") -> Policy:
@@ -170,7 +170,7 @@ class Policy:
 
     @property
     def keeps_wide(self) -> bool:
-        """True if values that fp32 ops made stay fp32 until a white-listed op reads them (``ir/wide.py``)."""
+        """True if results of fp32 ops stay fp32 until a white-listed op reads them (``ir/wide.py``)."""
         return self.level_row.keeps_wide and self.autocast_device is None
 
     @functools.cached_property
@@ -258,7 +258,7 @@ class Policy:
 
 
 def matches(pattern: str, path: str) -> bool:
-    """True if a module path fits a pattern; ``encoder.*`` also fits everything below ``encoder``."""
+    """True if a module path matches a pattern; ``encoder.*`` also matches everything below ``encoder``."""
     return fnmatch.fnmatchcase(path, pattern) or fnmatch.fnmatchcase(path, pattern + ".*")
 
 
@@ -269,7 +269,7 @@ def _as_list(given: object, what: str) -> list[Any]:
 
 
 def _classes(given: Iterable[tuple[OpLike, OpClass]]) -> dict[str, OpClass]:
-    """Canonical name -> class; an op with two classes, or one that cannot have any, is an error."""
+    """Return canonical name -> class; raise for an op with two classes, or one that cannot be listed."""
     classes: dict[str, OpClass] = {}
     for op, cls in given:
         if cls not in (OpClass.LOW, OpClass.FP32, OpClass.FOLLOW):
@@ -277,7 +277,7 @@ def _classes(given: Iterable[tuple[OpLike, OpClass]]) -> dict[str, OpClass]:
         name = canonical(op)
         if classes.get(name, cls) is not cls:
             raise PolicyError(
-                f"'{name}' stands on two lists ({classes[name].value} and {cls.value}): take it off one of them."
+                f"'{name}' is on two lists ({classes[name].value} and {cls.value}): remove it from one of them."
             )
         row = find_row(name)
         if row is not None and row.cls is OpClass.KEEP:

@@ -1,4 +1,4 @@
-"""The rules by which a node gets its precision, each with the words that a user reads."""
+"""The kinds of rules that set the precision of a node, each with the words that a user reads."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Rule(enum.StrEnum):
     FP32_ONLY = "fp32_only", "torch has no low-precision kernel for it"
     STORED_LOW = "stored_low", "a weight that the conversion stores in low precision"
 
-    # nodes that hold others, or that passes add
+    # nodes that contain others, or that passes add
     SELECTED = "getitem", "the op whose output it is"
     TRANSPARENT = "transparent", "the ops inside it"
     SEALED = "sealed", "a higher-order op, whose inputs and outputs keep their dtypes"
@@ -67,5 +67,5 @@ class Rule(enum.StrEnum):
 
 
 def words_for(rule: str) -> str:
-    """The words of a rule by its value; a value of a newer release stands for itself."""
+    """Return the words of a rule by its value; the value itself if it comes from a newer release."""
     return next((known.words for known in Rule if known == rule), rule)

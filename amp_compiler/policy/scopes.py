@@ -18,15 +18,15 @@ from .dtypes import dtype_name, precision_dtype
 
 ATTRIBUTE = "_amp_precision"
 
-# A scope is marked in a captured graph by a node where it begins and one where it ends ("": the end). They stand in
-# one row with the nodes of nested torch.autocast regions and carry the module stack of the code that opened them, so
-# that ``normalize`` knows which is inside which; an annotation of the nodes between would not tell. The op is
-# composite: a plain torch.compile, which knows nothing of us, decomposes it to nothing.
+# A scope is marked in a captured graph by a node where it begins and one where it ends ("": the end). Like the nodes of
+# nested torch.autocast regions, they carry the module stack of the code that opened them, so ``normalize`` knows which
+# is inside which; annotations on the nodes between would not show that. The op is composite: a plain torch.compile
+# without our backend decomposes it to nothing.
 _LIBRARY = torch.library.Library("amp", "FRAGMENT")
 _LIBRARY.define("scope(str precision) -> ()")
 _LIBRARY.impl("scope", lambda precision: None, "CompositeImplicitAutograd")
 torch.fx.node.has_side_effect(torch.ops.amp.scope.default)
-# Tells which output of a graph is the loss that a training step differentiates; ``capture/lower.py`` takes it out.
+# Marks the output of a graph that is the loss of a training step; ``capture/lower.py`` removes it.
 _LIBRARY.define("loss(Tensor(a) loss) -> Tensor(a)")
 _LIBRARY.impl("loss", torch.ops.aten.alias.default, "CompositeImplicitAutograd")
 
@@ -56,7 +56,7 @@ def precision(dtype: Any) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _scope(name: str) -> Iterator[None]:
-    """A generator, because Dynamo (torch 2.13) does not trace a class with ``__enter__`` here."""
+    """Open a scope. A generator, because Dynamo (torch 2.13) does not trace a class with ``__enter__`` here."""
     if not torch.compiler.is_compiling():
         with _opened_by_python(name):
             yield
@@ -69,7 +69,7 @@ def _scope(name: str) -> Iterator[None]:
 
 
 class _Thread(threading.local):
-    """The precision scopes that plain Python, not a trace, has opened: those that are open, and how many there were."""
+    """The precision scopes that plain Python, not a trace, has opened: the open ones, and how many there have been."""
 
     def __init__(self) -> None:
         self.open: list[str] = []
@@ -82,10 +82,10 @@ _PYTHON = _Thread()
 
 @contextlib.contextmanager
 def _opened_by_python(name: str) -> Iterator[None]:
-    """Remember the scope, and let Dynamo's guards see it, so that code compiled inside is not reused outside.
+    """Record the scope, and make Dynamo's guards see it, so that code compiled inside is not reused outside.
 
-    They look at whether autocast keeps a cache (torch 2.13). In a call of a compiled model autocast is off, so that
-    the switch does nothing else there.
+    The guards check whether autocast's cache is enabled (torch 2.13). In a call of a compiled model autocast is off, so
+    changing that switch has no other effect there.
     """
     _PYTHON.open.append(name)
     _PYTHON.count += 1
@@ -101,7 +101,7 @@ def _opened_by_python(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def inside_call() -> Iterator[Surroundings]:
-    """A call of a compiled model; yields the regions around it."""
+    """Enclose a call of a compiled model; yield the regions around it."""
     _PYTHON.calls += 1
     try:
         yield Surroundings.now()
@@ -110,7 +110,7 @@ def inside_call() -> Iterator[Surroundings]:
 
 
 def is_inside_call() -> bool:
-    """Whether a model of ours is being called or captured in this thread."""
+    """True if a compiled model is being called or captured in this thread."""
     return _PYTHON.calls > 0
 
 
@@ -128,7 +128,7 @@ class Surroundings:
         return Surroundings(len(_PYTHON.open), torch.autocast_decrement_nesting(), _PYTHON.count)
 
     def region_since(self) -> tuple[str, torch.dtype | None] | None:
-        """(kind, dtype) of a region that Python opened since then, as when a graph breaks inside one."""
+        """Return (kind, dtype) of a region that Python has opened since, as when a graph breaks inside one, or None."""
         after = Surroundings.now()
         if after.scopes > self.scopes:
             return "precision", precision_dtype(_PYTHON.open[-1])
@@ -168,19 +168,19 @@ def set_precision(module: nn.Module, dtype: Any) -> nn.Module:
 
 
 def original_of(module: nn.Module) -> nn.Module:
-    """The model inside of an ``amp_compile``'d module; any other module itself."""
+    """Return the original of a module compiled by ``amp_compile``; any other module unchanged."""
     found = module.__dict__["_original"] if getattr(type(module), "_amp_compiled", False) else module
     return found if isinstance(found, nn.Module) else module
 
 
 def marked_modules(modules: Mapping[str, nn.Module]) -> dict[str, torch.dtype]:
-    """path -> dtype of each module that ``set_precision`` marked."""
+    """Return path -> dtype for each module that ``set_precision`` marked."""
     marks = {path: original_of(m).__dict__.get(ATTRIBUTE) for path, m in modules.items()}
     return {path: dtype for path, dtype in marks.items() if dtype is not None}
 
 
 def paths_of(target: Any) -> dict[int, str]:
-    """id of module -> its first path, for all of ``modules_of``; a compiled module and its original have the same."""
+    """Return id of module -> its first path, for all of ``modules_of``; a compiled module has its original's path."""
     found: dict[int, str] = {}
     for path, module in modules_of(target).items():
         found.setdefault(id(module), path)
@@ -189,8 +189,8 @@ def paths_of(target: Any) -> dict[int, str]:
 
 
 def modules_of(target: Any) -> dict[str, nn.Module]:
-    """path -> module for all that a model, or a function that calls models, can call. A module with two names has
-    two paths."""
+    """Return path -> module for all modules that a model, or a function that calls models, can call. A module with two
+    names has two paths."""
     if isinstance(target, nn.Module):
         return dict(target.named_modules(remove_duplicate=False))
     owner = getattr(target, "__self__", None)

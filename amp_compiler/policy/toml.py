@@ -1,4 +1,4 @@
-"""Policies as TOML text: writing it, reading it, and what is wrong with a file that somebody edited."""
+"""Policies as TOML text: writing, reading, and checking files that people have edited."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def text(
     head: Mapping[str, str | None], lists: Mapping[str, Sequence[str]],
     tables: Mapping[str, Sequence[Mapping[str, Any]]],
 ) -> str:  # fmt: skip
-    """The text of a policy file: single values, the op lists, and a ``[[table]]`` for each rule."""
+    """Return the text of a policy file: single values, the op lists, and a ``[[table]]`` for each rule."""
     lines = [
         "# amp-compiler policy: edit, version and diff it; load it with Policy.from_file",
         f"version = {FILE_VERSION}",
@@ -34,19 +34,19 @@ def text(
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The parsed text of a file."""
+    """Return the parsed text of a file."""
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise PolicyError(f"The policy file {path} cannot be read: {error.strerror or error}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise PolicyError(
-            f"The policy file {path} is not TOML: {error}. Compare it with Policy.to_file's."
+            f"The policy file {path} is not TOML: {error}. Compare it with a file that Policy.to_file wrote."
         ) from None
 
 
 def check_document(data: Mapping[str, Any]) -> None:
-    """Refuse unknown keys and files of another version."""
+    """Raise for unknown keys and for files of another version."""
     check_keys("the file", data, _KEYS)
     version = data.get("version", FILE_VERSION)
     if version != FILE_VERSION:
@@ -54,7 +54,7 @@ def check_document(data: Mapping[str, Any]) -> None:
 
 
 def check_keys(where: str, data: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    """Refuse a key that is not known, with the nearest one that is."""
+    """Raise for a key that is not known, with the closest known one as a hint."""
     for key in data:
         if key not in known:
             hint = suggestion(key, known, otherwise=f"Known: {', '.join(known)}.")
@@ -62,7 +62,7 @@ def check_keys(where: str, data: Mapping[str, Any], known: tuple[str, ...]) -> N
 
 
 def tables(data: Mapping[str, Any], key: str, fields: tuple[str, ...]) -> list[Mapping[str, Any]]:
-    """The ``[[key]]`` tables of a document, each with exactly these fields."""
+    """Return the ``[[key]]`` tables of a document, each with exactly these fields."""
     found = data.get(key, [])
     if not isinstance(found, list) or not all(isinstance(t, dict) for t in found):
         raise PolicyError(f"'{key}' must be written as [[{key}]] tables.")

@@ -1,1 +1,1 @@
-"""What a pass is, the facts that passes promise and their checks, and how passes are run in order."""
+"""The definition of a pass, the facts that passes promise with their checks, and the pipeline that runs passes."""

@@ -1,6 +1,6 @@
-"""What a pass is: a small named rewrite that says what must hold before it and what holds after it.
+"""A pass: a small named rewrite that declares what must hold before it and what holds after it.
 
-What holds is said by ``Fact`` objects (``facts/``), each with the check that proves it on a graph.
+Both are declared as ``Fact`` objects (``facts/``), each with a check that proves it on a graph.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from .reduction import Reduction
 
 
 class Dialect(enum.Enum):
-    """The two kinds of FX graph that passes take."""
+    """The two kinds of FX graph that passes work on."""
 
     PRE_DISPATCH = "pre-dispatch ATen"
     FUNCTIONAL = "functional ATen"
 
 
 def words(dialect: Dialect | None) -> str:
-    """How to name the dialect of a pass or a fact; None stands for either."""
+    """Return how to name the dialect of a pass or a fact; None stands for either."""
     return dialect.value if dialect is not None else "ATen in either dialect"
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a pass may know beside the graph."""
+    """What a pass may know in addition to the graph."""
 
     policy: Policy
     keep_output_dtypes: bool = True
     #: path -> precision of each module that ``set_precision`` marked
     module_precision: Mapping[str, torch.dtype] = field(default_factory=dict)
-    #: the same code traced in the low dtype (``capture/twin.py``), where it can depend on dtypes at all
+    #: the same code traced in low precision (``capture/twin.py``), if it can depend on dtypes
     twin: fx.GraphModule | None = None
     #: (kind, dtype) of a region that plain Python opened around the whole graph
     around: tuple[str, torch.dtype | None] | None = None
-    #: the values of parameters, buffers and constants, in a conversion: there they do not change any more
+    #: in a conversion, the values of parameters, buffers and constants, which no longer change
     weights: Weights | None = None
-    #: who runs the graph: "eager" or "inductor"
+    #: what runs the graph: "eager" or "inductor"
     backend: str = "eager"
-    #: verify by running every op again on fakes, whatever ``AMP_VERIFY`` says: for graphs that are shown
+    #: verify by running every op again on fakes, whatever ``AMP_VERIFY`` says: for graphs that are displayed
     deep: bool = False
     #: a training step: gradients of several micro-batches are added up for each update
     accumulates: bool = False
@@ -68,13 +68,13 @@ class Context:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a check looks: the stage that ran last, and the name of the graph if it is one inside another."""
+    """What a check looks at: the stage that ran last, and the name of the graph if it is inside another."""
 
     after: str
     graph: str = ""
 
     def fail(self, what: str, node: fx.Node | None = None) -> NoReturn:
-        """Raise the error of a fact that does not hold. ``what``: a predicate of the node, or a whole clause."""
+        """Raise the error of a fact that does not hold. ``what``: a predicate for the node, or a whole clause."""
         where = f"{self.after}, graph {self.graph}" if self.graph else self.after
         if node is None:
             raise VerifyError(f"After {where}: {what}", pass_name=self.after)
@@ -83,7 +83,7 @@ class Place:
             f"After {where}: node '{node.name}' ({ir.format_node(node)}): {what}"
             + (f" It comes from {source}." if source else ""),
             pass_name=self.after, node=node.name, source=source,
-            hint="This is a bug in a pass: switch the pass off by disable_passes and report the graph.",
+            hint="This is a bug in a pass: switch the pass off with disable_passes and report the graph.",
         )  # fmt: skip
 
 
@@ -92,31 +92,31 @@ Check = Callable[[fx.GraphModule, Context, Place], None]
 
 @dataclass(frozen=True)
 class Fact:
-    """Something that is true of a graph, and how to prove it.
+    """A property of a graph, and how to prove it.
 
-    ``check`` raises through ``Place.fail`` where the fact does not hold; it runs after every pass that ensures the
-    fact, in every use, so it is linear in the number of nodes. ``deep`` is what takes longer or knows less than all
-    valid graphs: it runs with ``AMP_VERIFY=deep`` only, beside running every op again, which is done after every pass.
+    ``check`` raises through ``Place.fail`` if the fact does not hold. It runs after every pass that ensures the fact,
+    in users' runs too, so it is linear in the number of nodes. ``deep`` is a check that takes longer or that not all
+    valid graphs pass: it runs only with ``AMP_VERIFY=deep``, which also runs every op again after every pass.
     """
 
     name: str
-    #: the dialect of the graphs that can have it; None: either
+    #: the dialect of the graphs that it can hold on; None: either
     dialect: Dialect | None
-    #: what it says, for the reader of ``passes/README.md``
+    #: what it says, for readers of ``passes/README.md``
     promise: str
     check: Check
     deep: Check | None = None
-    #: the pass that makes it; empty if capture or autodiff does
+    #: the pass that establishes it; empty if capture or autodiff does
     made_by: str = ""
-    #: False if it is said of the outermost graph only, not of the graphs inside it
+    #: False if it is about the outermost graph only, not about the graphs inside it
     inside: bool = True
 
 
 @dataclass(frozen=True)
 class Condition:
-    """Something about the situation that a pass needs and that no graph shows: who runs it, what the user asked for."""
+    """A condition for a pass that no graph shows, such as the backend or what the user asked for."""
 
-    #: in words that follow "needs"
+    #: worded to follow "needs"
     needs: str
     holds: Callable[[Context], bool]
 
@@ -126,8 +126,8 @@ class Pass:
     """A rewrite in place: ``run(graph module, context)`` returns whether it changed anything.
 
     The pipeline checks when it is built that each fact of ``requires`` is ensured by an earlier pass, or given, and
-    after the pass that each fact of ``ensures`` holds. ``dialect`` is that of the graphs it takes, None if it takes
-    either. ``when``: in which situations it applies (``conditions.py``).
+    after the pass that each fact of ``ensures`` holds. ``dialect`` is that of the graphs it works on, None for either.
+    ``when``: the conditions under which it applies (``conditions.py``).
     """
 
     name: str
@@ -138,5 +138,5 @@ class Pass:
     when: tuple[Condition, ...] = ()
 
     def unmet(self, ctx: Context) -> str:
-        """What the pass needs and this situation lacks; "" if the pass applies."""
+        """Return the condition that is not met; "" if the pass applies."""
         return next((condition.needs for condition in self.when if not condition.holds(ctx)), "")

@@ -1,4 +1,4 @@
-"""Running passes in an order that was checked: verify after each, and write down what each made of the graph."""
+"""Run passes in a checked order: verify the graph after each, and record what each did to it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .verify import deep_by_default, verify
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Passes in an order that was checked.
+    """Passes in an order that is checked when the pipeline is built.
 
-    ``given``: the facts that the graphs have before the first pass. ``switched_off``: names of passes that a user does
-    not want. A pass that does not apply in a situation (``Pass.when``) is left out, and so is one that needs what a
-    missing one would have made; its record says why.
+    ``given``: the facts that hold on the graphs before the first pass. ``switched_off``: names of passes that the user
+    has switched off. A pass whose conditions (``Pass.when``) are not met is left out, and so is one that requires a
+    fact that a missing pass would have ensured; its record says why.
     """
 
     passes: tuple[Pass, ...]
@@ -34,23 +34,23 @@ class Pipeline:
             missing = [fact for fact in step.requires if fact not in facts]
             if missing:
                 maker = missing[0].made_by
-                where = f"; '{maker}' makes it and must come earlier" if maker else ""
+                where = f"; '{maker}' ensures it and must come earlier" if maker else ""
                 raise PipelineError(
-                    f"Pass '{step.name}' needs '{missing[0].name}', which nothing before it makes{where}. "
-                    f"Before it run: {', '.join(ran) or 'nothing'}.",
+                    f"Pass '{step.name}' needs '{missing[0].name}', which nothing before it ensures{where}. "
+                    f"These run before it: {', '.join(ran) or 'none'}.",
                     pass_name=step.name,
                 )
             for wanted in (step.dialect, *(fact.dialect for fact in (*step.requires, *step.ensures))):
                 dialect = dialect or wanted
                 if wanted not in (None, dialect):
                     ours = f"the graphs of this pipeline are {words(dialect)}"
-                    told = f"Pass '{step.name}' is for {words(wanted)}, and {ours}."
+                    told = f"Pass '{step.name}' is for {words(wanted)}, but {ours}."
                     raise PipelineError(told, pass_name=step.name)
             facts.update(step.ensures)
             ran.append(step.name)
 
     def _dialect(self) -> Dialect | None:
-        """The dialect of the graphs that have all the given facts."""
+        """Return the dialect of the graphs on which all the given facts hold."""
         found = sorted({fact.dialect.value for fact in self.given if fact.dialect is not None})
         if len(found) > 1:
             raise PipelineError(f"No graph has all these facts, some are of {' and some of '.join(found)}: "
@@ -63,8 +63,8 @@ class Pipeline:
     ) -> frozenset[Fact]:  # fmt: skip
         """Run the passes on ``gm`` in place, verify before the first and after each, and write one record per pass.
 
-        Returns the facts that hold afterwards. ``after``: what made the graph. ``known``: what an earlier pipeline
-        returned for it; a given fact that is not among them does not hold, because a pass was left out there.
+        Returns the facts that hold afterwards. ``after``: the stage that made the graph. ``known``: what an earlier
+        pipeline returned for it; a given fact that is not among them does not hold, because a pass was left out there.
         """
         facts = {fact for fact in self.given if known is None or fact in known}
         deep = ctx.deep or deep_by_default()
@@ -89,7 +89,7 @@ class Pipeline:
                     pass_name=step.name,
                     hint=f"Switch it off with disable_passes=['{step.name}'] and report it.",
                 ) from error
-            # Running all ops again on fakes is for graphs that changed since that was last done.
+            # All ops run again on fakes only if the graph has changed since the last time.
             changed = changed or modified
             verify(gm, step.ensures, ctx, step.name, deep=deep, rerun=changed)
             changed = changed and not deep
@@ -100,7 +100,7 @@ class Pipeline:
         return frozenset(facts)
 
     def _why_not(self, step: Pass, ctx: Context, facts: set[Fact]) -> str:
-        """Why a pass does not run, as its record says it; "" if it does."""
+        """Return why a pass does not run, for its record; "" if it does."""
         if step.name in self.switched_off:
             return "switched off"
         if unmet := step.unmet(ctx):

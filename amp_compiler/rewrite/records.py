@@ -1,4 +1,4 @@
-"""What each stage made of a graph, written down: the history that reports and pages show."""
+"""Records of what each stage did to a graph: the history that reports and pages show."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def record(
     name: str, seconds: float, modified: bool, gm: fx.GraphModule, graph: str, history: Sequence[Record],
     note: str = "", *, fresh: bool = True,
 ) -> Record:  # fmt: skip
-    """What to write down of a stage. ``history``: the stages before it; where ``fresh`` is False, the last of them
-    is the same graph, and nothing changed since."""
+    """Return the record of a stage. ``history``: the stages before it. ``fresh``: False if the last of them is of the
+    same graph, so that nothing has changed since."""
     if not fresh:
         log("passes", "%s %s: %.1f ms, %s", graph, name, seconds * 1e3, note or "changed nothing")
         return replace(history[-1], name=name, seconds=seconds, modified=modified, note=note)

@@ -29,7 +29,7 @@ class Reduction:
     of_sums: bool = False
 
     def dtype_for(self, gradient: torch.dtype) -> torch.dtype:
-        """The dtype in which a gradient is sent."""
+        """Return the dtype in which a gradient is sent."""
         if self.dtype is not None:
             return self.dtype
         return torch.float32 if gradient in (torch.float16, torch.bfloat16) else gradient

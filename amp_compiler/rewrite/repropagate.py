@@ -1,4 +1,4 @@
-"""Running every op of a graph again on fake tensors, to see that each gives what its node says."""
+"""Run every op of a graph again on fake tensors, to check that each returns what its node's meta says."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..common.torch_names import pytree
 from ..ir.regions import Region
 from .base import Place
 
-#: what switches a mode of torch's, for the ops that follow: the dtypes in the graph are those without autocast
+#: ops that switch a mode of torch for the ops that follow: the dtypes in the graph are those without autocast
 _MODES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast")
 
 
@@ -25,8 +25,8 @@ def repropagate(gm: fx.GraphModule, after: str) -> None:
 
 
 def _in_regions(gm: fx.GraphModule, inside: bool = False) -> Iterator[fx.Node]:
-    """The nodes of autocast regions, of the graphs inside them too, until ``insert_casts`` has run. Before, their
-    values may be those of autocast, as torch.export traces them, or those without it, as Dynamo does."""
+    """Yield the nodes in autocast regions, including graphs inside them, until ``insert_casts`` has run. Before that,
+    their values may be those under autocast, as torch.export traces them, or without it, as Dynamo does."""
     if gm.meta.get(ir.SETTLED):
         return
     depth = int(inside)
@@ -70,7 +70,7 @@ class _Again(fx.Interpreter):
         if ir.is_higher_order(n):
             return n.meta.get("val")  # its bodies are graphs of their own
         if n.op == "call_function" and ir.op_name(n) in ("item", "_local_scalar_dense"):
-            return n.meta.get("val")  # a new symbol would be one that AOTAutograd misses in the graph's results
+            return n.meta.get("val")  # a new symbol would be missing from the graph's results for AOTAutograd
         result = super().run_node(n)
         if n.op == "call_function":
             for got, said in zip(
@@ -81,5 +81,5 @@ class _Again(fx.Interpreter):
                     and isinstance(said, torch.Tensor)
                     and got.dtype != said.dtype
                 ):
-                    self.place.fail(f"gives {got.dtype}, its meta says {said.dtype}.", n)
+                    self.place.fail(f"returns {got.dtype}, but its meta says {said.dtype}.", n)
         return result

@@ -1,7 +1,7 @@
-"""The verifier: what each pass promises, checked on its result.
+"""The verifier: checks what each pass promises on its result.
 
 A failure names the pass, the node and the user's source line. ``deep`` also runs every op again on fake
-tensors and compares dtypes (tests and the CLI; ``AMP_VERIFY=deep`` switches it on anywhere): one such run
+tensors and compares dtypes (in tests and the CLI; ``AMP_VERIFY=deep`` switches it on everywhere): that
 costs as much as lowering, so by default dtypes are checked by rule.
 """
 
@@ -32,8 +32,8 @@ def verify(
 ) -> None:
     """Check that ``facts`` hold on ``gm`` and on the graphs inside it.
 
-    ``deep``: also by the facts' deep checks and by running every op again; what ``AMP_VERIFY`` says unless given.
-    ``rerun``: False for a graph that did not change since its ops were last run again.
+    ``deep``: also run the facts' deep checks and every op again; ``AMP_VERIFY`` decides if it is None. ``rerun``: False
+    for a graph that has not changed since its ops were last run again.
     """
     deep = (ctx.deep or deep_by_default()) if deep is None else deep
     facts = tuple(facts)

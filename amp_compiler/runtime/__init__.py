@@ -1,5 +1,5 @@
-"""What happens when a compiled model is called: capture, rewrite and run its graphs, and what is outside of them.
+"""What happens when a compiled model is called: its graphs are captured, rewritten and run, and so is other code.
 
-``captured.py`` calls a model under Dynamo, whose graphs go to ``backend.py``; ``state.py`` remembers them.
-``outside.py`` is in charge of code that is not captured, ``regions.py`` and ``products.py`` of its precision.
+``captured.py`` calls a model under Dynamo, whose graphs go to ``backend.py``; ``state.py`` records them.
+``outside.py`` runs code that is not captured; ``regions.py`` and ``products.py`` set its precision.
 """

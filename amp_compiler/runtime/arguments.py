@@ -34,7 +34,7 @@ class Request:
     disable_passes: tuple[str, ...]
 
     def policy_for(self, model: Any) -> Policy:
-        """The policy with its low dtype chosen and its module rules looked up in the model."""
+        """Return the policy with its low-precision dtype chosen and its module rules resolved in the model."""
         policy = _with_excluded(_with_dtype(self.policy, self.dtype, model), model, self.exclude)
         check_parts(policy, modules_of(model))
         return policy
@@ -44,7 +44,7 @@ def check_request(
     level: str, dtype: Any, policy: Any, white_list: Iterable[OpLike], black_list: Iterable[OpLike],
     exclude: Iterable[str | type[nn.Module]], backend: str, disable_passes: Iterable[str],
 ) -> Request:  # fmt: skip
-    """Check the arguments that decide on precision; what is wrong is an error that says what to write instead."""
+    """Check the arguments that decide on precision; raise an error that says what to write instead."""
     if backend not in BACKENDS:
         raise ArgumentError(f"Unknown backend {backend!r}: choose one of {', '.join(BACKENDS)}.")
     check_environment()
@@ -54,14 +54,14 @@ def check_request(
     if policy is not None and not isinstance(policy, Policy):
         raise ArgumentError(f"policy must be an amp_compiler.Policy, not {type(policy).__name__}.")
     if policy is not None and level not in (DEFAULT_LEVEL, policy.level):
-        raise ArgumentError(f"level={level!r} contradicts the policy's {policy.level!r}: give one of them.")
+        raise ArgumentError(f"level={level!r} contradicts the policy's {policy.level!r}: pass only one of them.")
     names = tuple(order.check_names(disable_passes))
     base = (policy or Policy(level, dtype)).with_ops(low=white_list, fp32=black_list)
     return Request(base, dtype, tuple(_exclusions(exclude)), backend, names)
 
 
 def check_environment() -> None:
-    """Check the environment variables: found in the middle of a pass, a misspelt one would look like a fault of that
+    """Check the environment variables: a misspelt one that is only found inside a pass would look like a bug of that
     pass."""
     reads = (cpu.setting, gpu.setting, gpu.autotunes, capability.chosen, deep_by_default, logs.check)
     try:
@@ -73,7 +73,7 @@ def check_environment() -> None:
 
 def _with_dtype(policy: Policy, dtype: torch.dtype | None, model: Any) -> Policy:
     if dtype is not None and policy.dtype not in (None, dtype):
-        raise ArgumentError(f"dtype={dtype} contradicts the policy's {policy.dtype}: give one of them.")
+        raise ArgumentError(f"dtype={dtype} contradicts the policy's {policy.dtype}: pass only one of them.")
     return dataclasses.replace(policy, dtype=policy.dtype or dtype or default_dtype(_device(model)))
 
 
@@ -102,7 +102,7 @@ def _with_excluded(policy: Policy, model: Any, exclude: tuple[str | type[nn.Modu
     modules = modules_of(model)
     first: dict[int, str] = {}
     for path, module in modules.items():
-        first.setdefault(id(module), path)  # the name under which a module that has two stands in a graph
+        first.setdefault(id(module), path)  # the name that graphs use for a module with two names
     rules: dict[str, str] = {}
     for item in exclude:
         if isinstance(item, str):
@@ -128,7 +128,8 @@ def _no_match(item: Any, modules: Iterable[str]) -> PolicyError:
 
 
 def call_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """``inputs`` of a step or a report, a tensor, a tuple of arguments or a dict of keyword arguments, as a call."""
+    """Return (args, kwargs) for the ``inputs`` of a step or a report, which are a tensor, a tuple of arguments or a
+    dict of keyword arguments."""
     if isinstance(inputs, Mapping):
         if not all(isinstance(key, str) for key in inputs):
             raise ArgumentError("inputs as a dict are the model's keyword arguments: its keys must be names.")

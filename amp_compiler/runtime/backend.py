@@ -1,4 +1,4 @@
-"""From a graph that Dynamo hands over to something that runs: lower, rewrite, differentiate, remember."""
+"""The back end: turns a graph from Dynamo into something that runs, and records what was done to it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .work import named
 
 
 class Backend:
-    """What Dynamo calls with each graph: lower, run the passes, differentiate, give back a callable."""
+    """Called by Dynamo with each graph: lowers it, runs the passes, differentiates it, and returns a callable."""
 
     def __init__(self, target: Any, options: Options, state: State) -> None:
         self.target, self.options, self.state = target, options, state
@@ -44,7 +44,7 @@ class Backend:
         try:
             return self.compile(gm, example_inputs)
         except Exception:
-            del self.state.history[known:]  # Dynamo may start over; what it threw away is no history
+            del self.state.history[known:]  # Dynamo may start over and discard this graph
             raise
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -62,7 +62,7 @@ class Backend:
             graph = self.rewrite(gm, example_inputs)
         if not rewritten:
             return gm.forward
-        with _guarded(self.state, "AOTAutograd could not take a graph; its casts run unfolded") as compiled:
+        with _guarded(self.state, "AOTAutograd could not compile a graph; its casts are not folded") as compiled:
             result = self.run(graph, example_inputs)
         if not compiled:
             self.state.pieces.append(Piece(graph, graph_rows(graph, len(self.state.pieces)), cast_totals(graph)))
@@ -101,8 +101,8 @@ class Backend:
         return graph
 
     def mark_wide(self, gm: fx.GraphModule, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-        """Tell ``assign_precision`` which inputs are wide. The same code may be called with one that is not, or the
-        other way round, so Dynamo's guards look at that too, unless the whole call is one graph."""
+        """Mark the wide inputs for ``assign_precision``. The same code may be called with an input that is wide once
+        and not another time, so Dynamo's guards check that too, unless the whole call is one graph."""
         policy = self.options.policy
         if policy.autocast_device is not None or not (policy.keeps_wide or has_parts(gm)):
             return
@@ -118,21 +118,22 @@ class Backend:
                     effects.guard_input(gm, number, self.state.handed.why)
 
     def around(self, gm: fx.GraphModule) -> tuple[str, torch.dtype | None] | None:
-        """A region of the model's code that is not in the graph: Dynamo runs it as plain Python, because the graph
-        breaks inside it, and compiles what is called there. Guards see a precision scope, not an autocast region."""
+        """Return the region of the model's code around the graph, if the graph does not show it: with a graph break
+        inside, Dynamo runs the region as plain Python and compiles what is called there. Guards see a precision scope,
+        but not an autocast region."""
         if any(getattr(n.target, "__name__", "") == "_enter_autocast" for n in gm.graph.nodes):
             return None  # this graph shows its regions
         found = self.state.running.entered.region_since()
         if found is not None and found[0] == "autocast":
             self.state.leave(
                 "a graph break inside a torch.autocast region makes Dynamo run the region as plain Python: the code "
-                "that it calls is compiled for that precision, and the same code called elsewhere may reuse it, or the "
-                "other way round. Use precision(...) or set_precision instead, or move the break out of the region"
+                "that it calls is compiled for that precision, and calls of the same code outside of the region may "
+                "reuse it, or the reverse. Use precision(...) or set_precision, or move the break out of the region"
             )
         return found
 
     def twin(self, gm: fx.GraphModule, paths: dict[int, str]) -> fx.GraphModule | None:
-        """The same frame in the low dtype, if its code can depend on dtypes (``capture/twin.py``)."""
+        """Return the same frame traced in low precision, if its code can depend on dtypes (``capture/twin.py``)."""
         from ..capture.dtype_reads import may_depend_on_dtype
         from ..capture.twin import twin_of_frame
 
@@ -170,8 +171,8 @@ class Backend:
 
 @contextlib.contextmanager
 def _guarded(state: State, what: str) -> Iterator[list[bool]]:
-    """Yields a list that is non-empty when the body went through; a failure becomes a warning and a note,
-    so that a model we cannot treat runs as it did without us. Errors meant for the user go up."""
+    """Yield a list that is non-empty if the body succeeded. A failure becomes a warning and a note, so that a model
+    that we cannot compile runs as it did without us. Errors meant for the user are raised."""
     done: list[bool] = []
     try:
         yield done

@@ -1,4 +1,4 @@
-"""A function under Dynamo with our back end, the settings that capture needs, and the warnings that a user must see.
+"""A function that runs under Dynamo with our back end, with the settings and warnings that this needs.
 
 ``amp_compile`` and ``compile_train_step`` both call their model through a ``Captured``.
 """
@@ -55,7 +55,7 @@ class Captured:
         with suspended(), self._no_autocast(), dynamo.capture_settings(), outside, wide, inside_call() as surroundings:
             outer, state.running.entered = state.running.entered, surroundings
             if surroundings.scopes:
-                state.leave("a precision scope acts inside a model's code; around a call of it, it does nothing")
+                state.leave("a precision scope only works inside a model's code; around a call of it, it does nothing")
             try:
                 result = self._run(*args, **kwargs)
             except Exception as error:
@@ -63,7 +63,7 @@ class Captured:
                 explained = _explain(error, self.options.fullgraph)
                 if explained is None:
                     raise
-                if isinstance(explained, ArgumentError):  # the user's to mend: Dynamo's frames say nothing about it
+                if isinstance(explained, ArgumentError):  # the user's mistake: Dynamo's frames say nothing about it
                     raise explained.with_traceback(None) from None
                 raise explained from error
             finally:
@@ -72,9 +72,9 @@ class Captured:
             state.warned.add("scope")
             why = "; ".join(reason.in_full() for reason in before.breaks_since()) or "see not_captured in the report"
             state.leave(
-                "a precision scope has a graph break inside it, and Dynamo then leaves the function that holds it as "
+                "a precision scope has a graph break inside it, and Dynamo then runs the function that contains it as "
                 "plain Python: its own ops run in fp32, what it calls inside the scope is compiled for the scope's "
-                f"precision. Move the break out of the scope, or mark a module by set_precision. The break: {why}"
+                f"precision. Move the break out of the scope, or mark a module with set_precision. The break: {why}"
             )
         if not state.pieces:
             self._nothing_captured(before.skipped_since("raised" in state.warned))
@@ -85,7 +85,7 @@ class Captured:
         return result
 
     def _over_limit(self, outside: Uncaptured) -> None:
-        """Dynamo has given up on code that was compiled too often: begin again with graphs that fit more inputs."""
+        """After Dynamo has given up on code that was compiled too often, start again with dynamic sizes."""
         limit = f"the model was compiled for {dynamo.RECOMPILE_LIMIT} different shapes or values, which is the limit"
         see = "TORCH_LOGS=recompiles shows what differs between them"
         if self._dynamic is not True:
@@ -96,21 +96,21 @@ class Captured:
             self._run = self._compile()
         else:
             self.state.leave(
-                f"{limit}, also with dynamic sizes. From now on the code that differs runs as plain Python, with its "
-                f"products under torch.autocast. Pass a number that changes at every call as a tensor. {see}"
+                f"{limit}, even with dynamic sizes. From now on the code that differs runs as plain Python, with its "
+                f"products under torch.autocast. Pass a number that changes with every call as a tensor. {see}"
             )
 
     @contextlib.contextmanager
     def _no_autocast(self) -> Iterator[None]:
-        """The policy wins over a surrounding ``torch.autocast``, which capture would bake into the graph."""
+        """Switch off a surrounding ``torch.autocast``, which capture would bake into the graph: the policy wins."""
         if not is_any_autocast_enabled():
             yield
             return
         if "autocast" not in self.state.warned:
             self.state.warned.add("autocast")
             warnings.warn(
-                "An amp_compile'd module was called inside torch.autocast: its own policy wins, autocast is off "
-                "inside it. Take the module out of the region (in a trainer: mixed_precision='no', bf16=False or "
+                "A module compiled by amp_compile was called inside torch.autocast: its own policy wins, and autocast "
+                "is off inside it. Call it outside of the region (in a trainer: mixed_precision='no', bf16=False or "
                 "precision=32), or set compiled.enabled = False there.",
                 AmpWarning,
                 stacklevel=users_frame(),
@@ -122,7 +122,7 @@ class Captured:
             yield
 
     def _nothing_captured(self, reason: str | None) -> None:
-        """A call went by and there is no graph: fine if there was nothing to capture, else say so, once."""
+        """Warn, once, that a call captured no graph, unless there was nothing to capture."""
         how = "unchanged" if self._outside is None else "with products under torch.autocast"
         text = f"no tensor op was captured: the model runs as plain Python, {how}"
         self.state.note(text)
@@ -133,7 +133,7 @@ class Captured:
 
 
 def _explain(error: Exception, fullgraph: bool) -> Exception | None:
-    """Our own error out of Dynamo's wrapping, or a clear one for what cannot be in one graph."""
+    """Return our own error without Dynamo's wrapping, or a clear error for code that cannot be in one graph."""
     inner: BaseException | None = error
     for _ in range(8):
         if isinstance(inner, AmpError):
@@ -148,7 +148,7 @@ def _explain(error: Exception, fullgraph: bool) -> Exception | None:
             f"With fullgraph=True the model must be a single graph, but it has a graph break{place} "
             f"({first_line(error).rstrip('. ')}).",
             source=where,
-            hint="Leave fullgraph off to compile the pieces, or take that code out of forward.",
+            hint="Leave fullgraph off to compile the pieces, or move that code out of forward.",
         )
     return None
 

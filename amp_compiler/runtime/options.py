@@ -26,7 +26,7 @@ class Options:
 
 
 def resolve_backend(backend: str, inputs: Sequence[Any]) -> str:
-    """``auto`` is inductor when a CUDA tensor is there, eager otherwise."""
+    """Return the backend; ``auto`` is inductor if one of the inputs is a CUDA tensor, eager otherwise."""
     if backend != "auto":
         return backend
     return "inductor" if any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs) else "eager"

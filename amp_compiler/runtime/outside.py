@@ -1,9 +1,9 @@
-"""What runs outside of any graph: code that Dynamo does not capture, and the modules that it calls.
+"""Code that Dynamo does not capture, which runs outside of any graph, and the modules that it calls.
 
-Modules that such code calls are compiled one by one. What is left runs as plain Python, and each matrix product and
-convolution in it runs under ``torch.autocast`` by itself, with the result brought back to fp32: the code around it sees
-the dtypes that it would see without us, so that nothing fails for its dtypes. ``Policy.torch`` promises autocast's own
-numerics instead: there the whole of such code runs under ``torch.autocast``.
+Modules that such code calls are compiled one by one. The rest runs as plain Python, in which each matrix product and
+convolution runs under ``torch.autocast`` by itself and its result is converted back to fp32: the code around it sees
+the dtypes that it would see without us, so nothing fails because of dtypes. ``Policy.torch`` promises autocast's own
+numerics instead: there all of such code runs under ``torch.autocast``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .products import PlainProducts
 from .regions import HERE, NOTHING, Autocast, LowProducts, inside
 from .state import State
 
-#: layers of torch.nn that multiply matrices or convolve; the others gain nothing from being compiled alone
+#: layers of torch.nn that multiply matrices or convolve; compiling others by themselves gains nothing
 _LAYERS = (
     nn.Linear, nn.Bilinear, ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention,
     nn.Transformer,
@@ -40,7 +40,7 @@ frames.belongs_to_us(__file__)
 
 @dataclass
 class _Layer:
-    """A module that uncaptured code calls. ``run`` is None where the module is not compiled by itself."""
+    """A module that uncaptured code calls. ``run`` is None if the module is not compiled by itself."""
 
     module: weakref.ref[nn.Module]
     path: str
@@ -48,7 +48,7 @@ class _Layer:
 
 
 class Uncaptured:
-    """In charge of all code of one compiled model that is not captured (``capture.trampolines.Outside``)."""
+    """Runs all code of one compiled model that is not captured (``capture.trampolines.Outside``)."""
 
     def __init__(self, target: Any, options: Options, state: State, backend: Backend) -> None:
         self.target, self.options, self.state, self.backend = target, options, state, backend
@@ -63,13 +63,13 @@ class Uncaptured:
         self.under_autocast = self._wholly is not None
 
     def call(self) -> AbstractContextManager[None]:
-        """Around each call of the compiled model."""
+        """Return the context manager for each call of the compiled model."""
         frames.watch_calls(self.watches_disabled)
         return NOTHING if self._wholly is None else self._one_autocast()
 
     @contextmanager
     def _one_autocast(self) -> Iterator[None]:
-        # As under one torch.autocast around the model, the low copy of a weight that is used twice is made once.
+        # As under one torch.autocast around the model, a weight that is used twice is cast once.
         torch.autocast_increment_nesting()
         try:
             yield
@@ -94,13 +94,13 @@ class Uncaptured:
     def raises(self, code: CodeType) -> None:
         place = f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
         self.state.leave(
-            f"an op raises an exception while it is traced, in {place} or in what that calls, so that this code runs "
-            "as plain Python, with its products under torch.autocast. A check before the op keeps it in a graph"
+            f"an op raises an exception while it is traced, in {place} or in what that calls, so this code runs as "
+            "plain Python, with its products under torch.autocast. A check before the op keeps it in a graph"
         )
 
     def captured(self, call: Callable[[], Any]) -> Any:
         if isinstance(HERE.region, Autocast) and self._products.users_autocast():
-            return call()  # autocast is as the model's own code has set it
+            return call()  # autocast stays as the model's own code has set it
         with inside(None):
             return call()
 
@@ -137,9 +137,9 @@ class Uncaptured:
             running.inherited = before
         if compiled_policy(module) is not None:
             path = layer.path
-            self.state.note(f"{path} was amp_compile'd by itself and is not in these graphs: see its own report()")
+            self.state.note(f"{path} was compiled by itself and is not in these graphs: see its own report()")
         result = self._as_it_is(module, call)  # nothing of it has run yet
-        layer.run = None  # the call itself was right, so the module cannot be captured
+        layer.run = None  # the call itself succeeded, so the module cannot be captured
         return result
 
     def _as_it_is(self, module: nn.Module, call: Callable[[], Any]) -> Any:
@@ -159,7 +159,7 @@ class Uncaptured:
     # ---------------------------------------------------------------------------------------- modules
 
     def _layer(self, module: nn.Module) -> _Layer | None:
-        """None for a module that is not the model's, such as one that its forward makes."""
+        """Return the record of a module; None if it isn't part of the model, such as one that its forward creates."""
         known = self._layers.get(id(module))
         if known is not None and known.module() is module:
             return known
@@ -178,7 +178,7 @@ class Uncaptured:
 
 
 def _is_worth_it(module: nn.Module) -> bool:
-    """Whether to compile a module by itself: it computes something, and may multiply matrices or convolve."""
+    """True if a module should be compiled by itself: it computes something, and may multiply matrices or convolve."""
     name = type(module).__module__
     if name.startswith(("torch.nn.parallel", "torch.distributed")) or isinstance(module, torch.jit.ScriptModule):
         return False

@@ -1,4 +1,4 @@
-"""Making the CPU's kernels ready: an explicit step of the back end, before passes choose kernels for a graph."""
+"""Compile and load the CPU kernels: an explicit step of the back end, before passes choose kernels for a graph."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..kernels.lowering import BY_OP
 from ..policy import Policy
 from ..rewrite.facts.functional import PRODUCTS
 
-#: ops that passes give kernels of ours to
+#: ops that passes may replace by our kernels
 _TAKEN = frozenset((*PRODUCTS, *BY_OP))
 #: the passes that do so
 _TAKERS = frozenset(("fuse_cast_matmul", "lower_kernels"))
 
 
 def prepare_kernels(gm: fx.GraphModule, policy: Policy, disabled: Collection[str] = ()) -> None:
-    """Compile and load the CPU's kernels if passes will choose them for ``gm``, a functional graph.
+    """Compile and load the CPU kernels if passes will choose them for ``gm``, a functional graph.
 
     Without a compiler, or if it fails, the same kernels run in Python (``kernels/build.py``). ``disabled``: the passes
     that are switched off.

@@ -1,4 +1,4 @@
-"""Matrix products and convolutions of code that is not captured: which of them run low, and which values are wide."""
+"""Matrix products and convolutions in code that is not captured: which of them run low, and which values are wide."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ frames.belongs_to_us(__file__)
 
 
 class Around(threading.local):
-    """The module around plain code, and the precision that it has been given."""
+    """The module around plain code, and the precision that was set for it."""
 
     path: str = ""
     dtype: torch.dtype | None = None
 
 
 class PlainProducts:
-    """What is known about the products of one model's plain code."""
+    """What is known about the products in one model's plain code."""
 
     def __init__(self, policy: Policy, state: State) -> None:
         self.policy, self.state = policy, state
@@ -42,13 +42,13 @@ class PlainProducts:
         self._told: set[Any] = set()
 
     def low_for(self, function: Any) -> torch.dtype | None:
-        """The dtype that a product of plain code is to run in; None for what is no product, or is to be left alone."""
+        """Return the dtype for a product in plain code; None if it isn't a product or should be left alone."""
         if not self._is_low(function) or self.users_autocast():
             return None
         return self.low_here()
 
     def low_here(self) -> torch.dtype | None:
-        """The low dtype in force at this place of the model's code; None where it is fp32."""
+        """Return the low-precision dtype at this place of the model's code; None if the place asks for fp32."""
         region = self.state.running.entered.region_since()
         dtype = self.policy.low
         if region is not None and region[0] == "precision":
@@ -58,7 +58,7 @@ class PlainProducts:
         return dtype if dtype in LOW_DTYPES else None
 
     def users_autocast(self) -> bool:
-        """Whether the model's code has opened a ``torch.autocast`` region of its own."""
+        """True if the model's code has opened a ``torch.autocast`` region of its own."""
         return Surroundings.now().autocasts > self.state.running.entered.autocasts
 
     def _is_low(self, function: Any) -> bool:
@@ -70,8 +70,8 @@ class PlainProducts:
         return known
 
     def note_wide(self, function: Any, given: Any, result: Any) -> None:
-        """Remember results that are wide (``wide.py``), for the graphs that read them: plain code runs in fp32, and a
-        graph that takes its results for low ones would round them."""
+        """Record results that are wide (``wide.py``), for the graphs that read them: plain code runs in fp32, and a
+        graph that treats its results as low would round them."""
         if not self._notes_wide:
             return
         made = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor) and t.dtype is torch.float32]
@@ -100,7 +100,7 @@ class PlainProducts:
         return isinstance(result, Tensor) and result.dtype is torch.float32 and self.low_here() is not None
 
     def stays_wide(self, function: Any, why: str = "") -> None:
-        """A product of plain code ran in fp32: say so, once for each place."""
+        """Report that a product in plain code ran in fp32, once per place."""
         frame = users_code()
         place = function, frame.f_code, frame.f_lineno
         if place not in self._told:
@@ -114,7 +114,7 @@ class PlainProducts:
 
 
 def _op_name(function: Any) -> str:
-    """The name of the op that a function of torch, or a method of its tensors, runs."""
+    """Return the name of the op that a torch function or a tensor method runs."""
     name = str(getattr(function, "__name__", ""))
     if name in FUNCTION_NAMES:
         return FUNCTION_NAMES[name]

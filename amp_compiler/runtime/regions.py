@@ -1,4 +1,4 @@
-"""Regions in which plain Python runs: products one by one under autocast, or all of the code under it."""
+"""Regions in which plain Python runs: either only its products run under autocast, one by one, or all of the code."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..common.torch_names import pop_function_mode, push_function_mode, pytree
 from ..ir import LOW_DTYPES
 from .products import PlainProducts
 
-#: RNNs have no kernel of autocast's on every device: one that cannot be compiled stays in fp32
+#: autocast doesn't support RNNs on every device: one that cannot be compiled stays in fp32
 _NOT_ALONE = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 class _Here(threading.local):
-    """What this thread is in."""
+    """The region that this thread is in."""
 
     region: LowProducts | Autocast | None = None
 
@@ -32,21 +32,21 @@ frames.belongs_to_us(__file__)
 
 
 class LowProducts(TorchFunctionMode):
-    """Products run under autocast one by one, and give fp32 back."""
+    """Runs products under autocast one by one, and converts their results back to fp32."""
 
     def __init__(self, products: PlainProducts) -> None:
         super().__init__()
         self.products = products
 
     def enter(self, above: int = 0) -> None:
-        """Take effect beneath the ``above`` uppermost modes, which the user's code has opened."""
+        """Take effect below the ``above`` topmost modes, which the user's code has opened."""
         others = [pop_function_mode() for _ in range(above)]
         push_function_mode(self)
         for mode in reversed(others):
             push_function_mode(mode)
 
     def leave(self) -> int:
-        """End it; returns how many modes of the user's were above."""
+        """End the region; return how many modes of the user's code were above it."""
         others = []
         while (mode := pop_function_mode()) is not self:
             others.append(mode)
@@ -71,7 +71,7 @@ class LowProducts(TorchFunctionMode):
             try:
                 with torch.autocast(floats[0].device.type, dtype=low):
                     result = func(*args, **kwargs)
-            except (RuntimeError, ValueError):  # no kernel in this dtype; if the call is wrong, it says so again
+            except (RuntimeError, ValueError):  # no kernel in this dtype; a wrong call fails again below
                 pass
             else:
                 if any(isinstance(t, Tensor) and t.dtype in LOW_DTYPES for t in pytree.tree_leaves(result)):
@@ -89,8 +89,8 @@ def _as_fp32(value: Tensor) -> Tensor:
 
 
 class Autocast:
-    """All of the code runs under ``torch.autocast``. No context manager of torch's: one more would look like a region
-    that the model's code has opened."""
+    """Runs all of the code under ``torch.autocast``. It doesn't use torch's context manager, which would look like a
+    region that the model's code has opened."""
 
     def __init__(self, device: str, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
@@ -110,7 +110,7 @@ class Autocast:
 
 @contextmanager
 def inside(region: LowProducts | Autocast | None) -> Iterator[None]:
-    """Change what this thread is in, and change it back."""
+    """Change the region that this thread is in, and restore it on exit."""
     before = HERE.region
     if before is region:
         yield
@@ -130,5 +130,5 @@ def inside(region: LowProducts | Autocast | None) -> Iterator[None]:
 
 
 def suspended() -> AbstractContextManager[None]:
-    """A compiled model is called, perhaps by the uncaptured code of another one, whose region ends here."""
+    """Leave the region for a call of a compiled model, which may come from the uncaptured code of another model."""
     return NOTHING if HERE.region is None else inside(None)

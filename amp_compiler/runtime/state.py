@@ -34,21 +34,21 @@ class Piece:
     rows: list[Row]
     casts: tuple[int, int]
     kernels: Counter[tuple[str, str]] = field(default_factory=Counter)
-    joint: fx.GraphModule | None = None  # forward, backward and loss scaling in one, of a whole training step
+    joint: fx.GraphModule | None = None  # forward, backward and loss scaling of a whole training step
 
 
 class _Running(threading.local):
-    """What belongs to the call that this thread is in."""
+    """The state of the call that this thread is in."""
 
     def __init__(self) -> None:
-        #: (path, dtype): what ``set_precision`` says around a module that is compiled by itself
+        #: (path, dtype) that ``set_precision`` sets around a module that is compiled by itself
         self.inherited: tuple[str, torch.dtype | None] | None = None
         self.entered = Surroundings.now()  # the regions around the call
 
 
 @dataclass
 class State:
-    """Everything that capturing adds; a fresh one for each compiled module."""
+    """Everything that capturing adds; each compiled module has its own."""
 
     pieces: list[Piece] = field(default_factory=list)
     history: list[Record] = field(default_factory=list)
@@ -57,17 +57,17 @@ class State:
     warned: set[str] = field(default_factory=set)
     work: Work | None = None  # measured on request
     running: _Running = field(default_factory=_Running)
-    handed: Handed = field(default_factory=Handed)  # wide values that pieces of that call gave
+    handed: Handed = field(default_factory=Handed)  # wide values that pieces of that call returned
 
     def missed(self, reasons: Iterable[dynamo.Reason]) -> None:
-        """Graph breaks that no captured graph tells of, as when the code before them had no tensor op."""
+        """Record graph breaks that no captured graph reports, for example if the code before them had no tensor op."""
         for reason in reasons:
             if not any(reason in known for known in self.not_captured):
                 self.not_captured.append(f"graph break: {reason.in_full()}")
                 log("capture", "graph break: %s", reason)
 
     def leave(self, text: str) -> None:
-        """Something runs without us: a note in the report and a warning, once each."""
+        """Report that something runs without us: a note in the report and a warning, once each."""
         if text not in self.notes:
             log("capture", "%s", text)
             self.notes.append(text)
@@ -78,7 +78,7 @@ class State:
             self.notes.append(text)
 
     def report(self, policy: Policy, graph: int | None = None) -> Report:
-        """Every op with its precision and why, over all graphs captured so far (or one of them)."""
+        """Return a report of every op with its precision and reason, over all graphs captured so far (or one)."""
         pieces = self.pieces if graph is None else [self.pieces[graph]]
         notes = list(self.notes)
         if not self.pieces and not notes:
@@ -93,7 +93,7 @@ class State:
         )  # fmt: skip
 
     def measure(self, call: Callable[[], Any], target: Any) -> None:
-        """Call the compiled model once more and see which share of its work runs where; the model stays as it is."""
+        """Call the compiled model once more and measure which share of its work runs where. It is not changed."""
         modules = modules_of(target)
         buffers = {id(b): b for m in modules.values() for b in m.buffers(recurse=False) if b is not None}
         paths = paths_of(target)

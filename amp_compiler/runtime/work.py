@@ -1,4 +1,4 @@
-"""Which share of a model's work runs captured, which under autocast, and which in fp32: by one more call of it."""
+"""Measure which shares of a model's work run captured, under autocast and in fp32, with one more call of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..policy import dtype_name
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.counting: list[Counter[int]] = []  # while products are listed: how often each graph ran
+        self.counting: list[Counter[int]] = []  # while products are recorded: how often each graph ran
 
 
 _HERE = _Thread()
@@ -27,15 +27,15 @@ _HERE = _Thread()
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """``shares``: "captured", "autocast" and "float32", of all floating-point operations of products and convolutions
-    in one forward. ``wide``: a line for each place outside of the graphs whose products did not run low."""
+    """``shares``: of "captured", "autocast" and "float32" in all floating-point operations of products and convolutions
+    in one forward. ``wide``: one line for each place outside of the graphs whose products did not run low."""
 
     shares: dict[str, float]
     wide: tuple[str, ...] = ()
 
 
 def named(graph: int, run: Callable[..., Any]) -> Callable[..., Any]:
-    """The callable of a captured graph, which the profiler sees by its number while products are listed."""
+    """Return the callable of a captured graph, which the profiler sees by its number while products are recorded."""
 
     def call(*args: Any) -> Any:
         if not _HERE.counting:
@@ -48,10 +48,10 @@ def named(graph: int, run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def measure(call: Callable[[], Any], flops: Callable[[int], int], modules: Mapping[int, str]) -> Work:
-    """Call a compiled model and see where its products run.
+    """Call a compiled model and measure where its products run.
 
-    ``flops``: of a graph, for one whose products the profiler does not see (Inductor's kernels). ``modules``: paths by
-    ``id``. A second call finds the places of products in fp32.
+    ``flops``: of a graph by its number, for products that the profiler does not see (Inductor's kernels). ``modules``:
+    paths by ``id``. A second call finds the places of products in fp32.
     """
     ran: Counter[int] = Counter()
     _HERE.counting.append(ran)
@@ -84,7 +84,7 @@ def measure(call: Callable[[], Any], flops: Callable[[int], int], modules: Mappi
 
 @contextlib.contextmanager
 def unchanged(tensors: list[Tensor]) -> Iterator[None]:
-    """Whatever runs inside, these tensors and the random generators are afterwards as they were."""
+    """Restore these tensors and the random generators on exit."""
     kept = [tensor.clone() for tensor in tensors]
     devices = {t.device for t in tensors if t.is_cuda}
     with torch.random.fork_rng(sorted(devices, key=str)):

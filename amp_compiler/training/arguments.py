@@ -1,4 +1,4 @@
-"""Arguments of ``compile_train_step`` alone, checked; those that it shares are in ``runtime/arguments.py``."""
+"""Checks of the arguments that only ``compile_train_step`` has; shared ones are in ``runtime/arguments.py``."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _SCALERS = 'loss_scaler is "dynamic", a DynamicLossScaler, a StaticLossScaler, a
 
 
 def check_model(model: Any) -> None:
-    """A model must be a module with values, and not compiled yet."""
+    """Raise if ``model`` isn't a module, has no values or is compiled already."""
     if compiled_policy(model) is not None:
-        raise ArgumentError("This module is amp_compile'd already: give model.original to compile_train_step.")
+        raise ArgumentError("This module was already compiled by amp_compile: pass model.original instead.")
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"compile_train_step takes a torch.nn.Module, not {type(model).__name__}.")
     if any(p.is_meta for p in model.parameters()):
         raise ArgumentError(
-            "The model is on the meta device and has no values: give it some by model.to_empty(device=…)."
+            "The model is on the meta device and has no values: allocate them with model.to_empty(device=…)."
         )
 
 
 def check_numbers(accumulate_steps: Any, max_grad_norm: Any) -> None:
-    """``accumulate_steps`` counts batches; ``max_grad_norm`` is positive, or None."""
+    """Raise unless ``accumulate_steps`` is a positive int and ``max_grad_norm`` a positive number or None."""
     if isinstance(accumulate_steps, bool) or not isinstance(accumulate_steps, int) or accumulate_steps < 1:
         raise ArgumentError(f"accumulate_steps must be a whole number of at least 1, not {accumulate_steps!r}.")
     if max_grad_norm is not None and (
@@ -42,39 +42,39 @@ def check_numbers(accumulate_steps: Any, max_grad_norm: Any) -> None:
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """An optimizer must hold parameters of the model and need no closure."""
+    """Raise if ``optimizer`` holds none of the model's parameters or needs a closure."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}.")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ArgumentError(
-            f"{type(optimizer).__name__} evaluates the model several times an update through a closure, which "
-            "a compiled step with loss scaling cannot do: keep your own loop with amp_compile, in bfloat16, for it."
+            f"{type(optimizer).__name__} evaluates the model several times per update through a closure, which a "
+            "compiled step with loss scaling does not support: use amp_compile in your own training loop, in bfloat16."
         )
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not any(id(p) in held for p in model.parameters()):
         raise ArgumentError(
-            "The optimizer holds none of the model's parameters: make it from model.parameters(), after the model has "
-            "its device and dtype."
+            "The optimizer holds none of the model's parameters: create it from model.parameters(), after moving the "
+            "model to its device and dtype."
         )
 
 
 def warn_of_low_parameters(model: nn.Module) -> None:
-    """Parameters that are low themselves lose small updates."""
+    """Warn if parameters are stored in low precision, where small updates are lost."""
     low = next(
         (p.dtype for p in model.parameters() if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16)), None
     )
     if low is not None:
         warnings.warn(
-            f"The model's parameters are {dtype_name(low)}: there are no fp32 masters, so small updates are lost to "
-            "rounding and gradients are rounded too. Give the model in fp32 (model.float()).",
+            f"The model's parameters are {dtype_name(low)}: without fp32 master weights, small updates are lost to "
+            "rounding and gradients are rounded too. Pass the model in fp32 (model.float()).",
             AmpWarning,
             stacklevel=users_frame(),
         )
 
 
 def make_scaler(asked: Any) -> LossScaler | None:
-    """The scaler that ``loss_scaler=`` asks for."""
+    """Return the scaler that the argument ``loss_scaler`` stands for."""
     if asked is None:
         return None
     if isinstance(asked, LossScaler):
@@ -87,7 +87,7 @@ def make_scaler(asked: Any) -> LossScaler | None:
         return StaticLossScaler(float(asked))
     if isinstance(asked, torch.amp.GradScaler):
         raise ArgumentError(
-            "A torch.amp.GradScaler cannot be part of a graph: give DynamicLossScaler(), after load_state_dict("
-            "grad_scaler.state_dict()) on it to go on from there."
+            "A torch.amp.GradScaler cannot be part of a graph: pass a DynamicLossScaler(). To continue with the same "
+            "scale, call its load_state_dict(grad_scaler.state_dict()) first."
         )
     raise ArgumentError(f"{_SCALERS}, not {type(asked).__name__}.")

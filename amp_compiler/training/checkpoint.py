@@ -1,7 +1,7 @@
-"""A training step's state as a dictionary, and back: all of it fits, or nothing is changed.
+"""Save a training step's state as a dictionary and load it again: either all of it fits, or nothing is changed.
 
 The dictionary carries a table of its own contents (the type, shape and dtype of every entry), so that damage is found
-before anything is loaded; what is whole is then compared with the model, the optimizer and the scaler that are there.
+before anything is loaded. An intact one is then compared with the current model, optimizer and scaler.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _UNCHANGED = "Nothing was changed."
 
 @dataclass(frozen=True)
 class Run:
-    """What a checkpoint is of."""
+    """The objects whose state a checkpoint holds."""
 
     owner: Owner
     scaler: LossScaler | None
@@ -42,7 +42,7 @@ class Run:
 
 
 def collect(run: Run) -> dict[str, Any]:
-    """Everything that a run needs to go on bit for bit."""
+    """Return everything that a run needs to continue bit for bit."""
     run.owner.look()
     window = run.window
     waiting = window.done > 0
@@ -83,7 +83,7 @@ def restore(run: Run, state: Any) -> None:
     _check_optimizer(run.owner.optimizer, state["optimizer"])
     _check_window(run, state["window"])
     _check_rng(state["rng"])
-    optimizer = copy.deepcopy(state["optimizer"])  # torch would go on with the tensors of the dictionary itself
+    optimizer = copy.deepcopy(state["optimizer"])  # torch would keep using the dictionary's own tensors
     put_back = _Before(run)
     try:
         if run.scaler is not None:
@@ -125,7 +125,7 @@ def _short(policy: Policy) -> str:
 
 
 class _Before:
-    """What was there, to put it back if loading fails half-way."""
+    """The state before loading, to restore if loading fails half-way."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -133,7 +133,7 @@ class _Before:
         optimizer = run.owner.optimizer
         self.optimizer = (dict(optimizer.state), copy.deepcopy([_options(x) for x in optimizer.param_groups]))
         modules = [m for m in (run.owner.model, run.owner.loss_fn) if isinstance(m, nn.Module)]
-        # the shapes were compared, so copying cannot fail; a module's own loading code can
+        # the shapes have been compared, so copying cannot fail, but a module's own loading code can
         self.modules = [(m, _copy_of(m)) for m in modules if _loads_by_itself(m)]
 
     def __call__(self) -> None:
@@ -169,7 +169,7 @@ def _classes(run: Run) -> dict[str, str]:
 
 
 def _named(run: Run) -> dict[str, Tensor]:
-    """Every trained tensor by a name that another process gives it too."""
+    """Return every trained tensor by a name that is the same in another process."""
     trained = {id(p) for p in run.owner.parameters()}
     named = {**run.owner.named_parameters(), **run.owner.others()}
     return {name: p for name, p in named.items() if id(p) in trained}
@@ -179,7 +179,7 @@ def _named(run: Run) -> dict[str, Tensor]:
 
 
 def _contents(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """(path, what stands there) of every entry, dictionaries and lists included."""
+    """Yield (path, description) for every entry, including dictionaries and lists."""
     if isinstance(value, Mapping):
         yield path, f"dictionary of {len(value)}"
         for key, item in value.items():
@@ -197,7 +197,7 @@ def _contents(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
 def _check_whole(state: Any) -> None:
     if not isinstance(state, Mapping):
         raise CheckpointError(
-            f"A checkpoint of a training step is a dictionary, not a {type(state).__name__}: give what "
+            f"A checkpoint of a training step is a dictionary, not a {type(state).__name__}: pass what "
             "step.state_dict() returned, after torch.load."
         )
     if not isinstance(state.get("format"), str) or state["format"] != FORMAT:
@@ -219,8 +219,8 @@ def _check_whole(state: Any) -> None:
     for path in (*missing, *paths):
         if said.get(path) != found.get(path):
             raise CheckpointError(
-                f"The checkpoint is damaged: {path or 'it'} should be {said.get(path, 'absent')}, and is "
-                f"{found.get(path, 'missing')}. Take an earlier one. {_UNCHANGED}"
+                f"The checkpoint is damaged: {path or 'it'} should be {said.get(path, 'absent')}, but is "
+                f"{found.get(path, 'missing')}. Use an earlier checkpoint. {_UNCHANGED}"
             )
 
 
@@ -229,7 +229,7 @@ def _check_classes(run: Run, given: Mapping[str, str]) -> None:
         if given.get(what) != name:
             have, here = (("no scaler" if x == "NoneType" else x) for x in (given.get(what), name))
             raise CheckpointError(
-                f"The checkpoint was made with {have} as {what}, and this step has {here}: compile the step with the "
+                f"The checkpoint was made with {have} as {what}, but this step has {here}: compile the step with the "
                 f"same. {_UNCHANGED}"
             )
 
@@ -237,21 +237,22 @@ def _check_classes(run: Run, given: Mapping[str, str]) -> None:
 def _check_tensors(what: str, own: Mapping[str, Any], state: Mapping[str, Any] | None) -> None:
     given = state or {}
     told = [f"it lacks {key}" for key in own if key not in given][:1]
-    told += [f"it has {key}, which is not here" for key in given if key not in own][:1]
+    told += [f"it has {key}, which this run lacks" for key in given if key not in own][:1]
     for key, value in own.items():
         if not told and isinstance(value, Tensor):
             other = given[key]
             here, there = (f"{dtype_name(t.dtype)}{list(t.shape)}" for t in (value, other))
-            told = [f"{key} is {there}, here it is {here}"] * (here != there)
+            told = [f"{key} is {there} there and {here} here"] * (here != there)
     if told:
-        raise CheckpointError(f"{what} of the checkpoint is another one: {' and '.join(told)}. {_UNCHANGED}")
+        raise CheckpointError(f"{what} of the checkpoint is a different one: {' and '.join(told)}. {_UNCHANGED}")
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     own, given = ([len(x["params"]) for x in groups] for groups in (optimizer.param_groups, state["param_groups"]))
     if own != given:
         raise CheckpointError(
-            f"The checkpoint is of another optimizer: groups of {given} parameters, here {own}. {_UNCHANGED}"
+            f"The checkpoint is of another optimizer: its groups have {given} parameters, those here {own}. "
+            f"{_UNCHANGED}"
         )
     numbered = [i for group in state["param_groups"] for i in group["params"]]
     if numbered != list(range(len(numbered))) or not set(state["state"]) <= set(numbered):
@@ -273,8 +274,8 @@ def _check_window(run: Run, state: Mapping[str, Any]) -> None:
         raise CheckpointError(f"The checkpoint is damaged: {done} of {size} batches are waiting. {_UNCHANGED}")
     if done and size != run.window.size:
         raise CheckpointError(
-            f"The checkpoint was made in the middle of an update of {size} batches, and this step has accumulate_steps="
-            f"{run.window.size}: they must agree, or save after an update. {_UNCHANGED}"
+            f"The checkpoint was made in the middle of an update of {size} batches, but this step has accumulate_steps="
+            f"{run.window.size}: use the same number, or a checkpoint saved right after an update. {_UNCHANGED}"
         )
     if scale is not None and not 0 < float(scale) < math.inf:
         raise CheckpointError(f"The checkpoint is damaged: its scale is {float(scale)}. {_UNCHANGED}")

@@ -88,11 +88,11 @@ def compile_train_step(
     check_numbers(accumulate_steps, max_grad_norm)
     asked = check_request(level, dtype, policy, white_list, black_list, exclude, backend, disable_passes)
     chosen = asked.policy_for(model)
-    # between the pieces of a model that breaks the graph, autocast's own numerics leave low values low
+    # with autocast's own numerics, values between the pieces of a model that breaks the graph stay low
     options = Options(chosen, backend, chosen.autocast_device is None, disable_passes=asked.disable_passes)
     scaler = None if "scale_loss" in asked.disable_passes else make_scaler(loss_scaler)
     warn_of_low_parameters(model)
-    engine = make_engine(parallel, asked.disable_passes)
+    engine = make_engine(parallel, model, asked.disable_passes)
     if engine is not None:
         start_together(engine, Owner(model, loss_fn, optimizer), chosen, scaler, accumulate_steps, max_grad_norm)
     own = (scaler, accumulate_steps, max_grad_norm, return_output, engine)

@@ -18,7 +18,7 @@ from .window import Batch
 
 
 def needs_autograd(owner: Owner, given: Any, *, first: bool) -> str | None:
-    """Why gradients must come from autograd itself: something waits for them there."""
+    """Return why gradients must come from autograd itself, for example because a hook waits for them; None if not."""
     if any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in owner.parameters()):
         return "a parameter has a gradient hook, which only autograd calls"
     for value in pytree.tree_leaves(given):
@@ -36,7 +36,10 @@ def _cause(error: Exception) -> BaseException:
 
 
 def reason_of(error: Exception, args: Any, kwargs: Any, targets: Any) -> str:
-    """The line of an error that says what stopped the capture. The batch that it met tells which numbers may change."""
+    """Return the line of an error that says what stopped the capture.
+
+    The batch is searched for Python floats, whose changes may have caused it.
+    """
     if RECOMPILE_LIMIT_REACHED in str(error):
         given = {**{f"argument {i}": v for i, v in enumerate(args)}, **kwargs, "targets": targets}
         numbers = [name for name, v in given.items() if any(type(x) is float for x in pytree.tree_leaves(v))]
@@ -48,16 +51,16 @@ def reason_of(error: Exception, args: Any, kwargs: Any, targets: Any) -> str:
 
 
 def is_ours(error: Exception) -> bool:
-    """A mistake of this package, as opposed to a model that cannot be one graph."""
+    """True for a bug in this package, as opposed to a model that cannot be one graph."""
     mistakes = (PipelineError, VerifyError, AttributeError, KeyError, IndexError, NameError, SyntaxError)
     return isinstance(error, mistakes) or isinstance(_cause(error), mistakes)
 
 
 def users_mistake(function: Callable[..., Any], given: Sequence[Any], owner: Owner, device: torch.device) -> Any:
-    """The exception that plain PyTorch raises for a batch that could not be traced; None if it raises none.
+    """Return the exception that plain PyTorch raises for a batch that could not be traced; None if it raises none.
 
-    A shape that does not fit fails inside Dynamo, on fakes and with Dynamo's words. The same code without it raises
-    what the user knows, with the user's line on top. Nothing of the run is changed.
+    A mismatched shape fails inside Dynamo, on fake tensors and with Dynamo's message. Without Dynamo the same code
+    raises the error that the user knows, which points to the user's line. The state of the run is not changed.
     """
     args, kwargs, targets = given
     batch = Batch(args, kwargs, targets, rng=[], number=0, before=None).copy()

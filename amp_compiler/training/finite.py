@@ -1,4 +1,4 @@
-"""``all_finite``: one question about many tensors, answered on their device."""
+"""``all_finite``: check many tensors for inf and NaN on their device."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A loss that is not finite while its gradients are: the update is made, and somebody has to say so.
+"""Warn about a loss that is not finite although its gradients are.
 
-Nothing is skipped then, because weights are updated from gradients, and those are fine; but a scheduler or a log that
-reads the loss sees inf or NaN. The flag stays on the device until the host reads something there anyway.
+Such an update isn't skipped, because weights are updated from gradients, and those are fine; but a scheduler or a log
+that reads the loss sees inf or NaN. The flag stays on the device until the host reads from the device anyway.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ MESSAGE = (
 
 
 class LossWatch:
-    """Collects, on the device, whether it happened; ``look`` warns, once for each training step that is compiled."""
+    """Records on the device whether it happened; ``look`` warns, once per compiled training step."""
 
     def __init__(self, device: torch.device) -> None:
-        self._free_to_read = device.type == "cpu"  # the host waits for nothing there
+        self._free_to_read = device.type == "cpu"  # reading makes the host wait for nothing
         self._warned = False
-        self._not_finite: Tensor | None = None  # a loss of the window that is running
-        self._happened: Tensor | None = None  # in a window since the last look
+        self._not_finite: Tensor | None = None  # some loss of the current window was not
+        self._happened: Tensor | None = None  # in some window since the last look
 
     def see(self, loss_finite: Tensor, *, first: bool) -> None:
-        """The loss of one micro-batch; ``first``: of its window."""
+        """Record whether the loss of one micro-batch was finite; ``first``: it is the first of its window."""
         if self._warned:
             return
         bad = loss_finite.logical_not()
         self._not_finite = bad if first or self._not_finite is None else self._not_finite | bad
 
     def end(self, gradients_finite: Tensor, *, host_has_waited: bool) -> None:
-        """The end of a window. ``host_has_waited``: the host has just read a value of the device."""
+        """End a window. ``host_has_waited``: the host has just read a value from the device."""
         if self._warned or self._not_finite is None:
             return
         now = self._not_finite & gradients_finite
@@ -48,7 +48,7 @@ class LossWatch:
             self.look()
 
     def look(self) -> None:
-        """Where the host reads from the device anyway: warn if it happened."""
+        """Warn if it happened. Call this where the host reads from the device anyway."""
         happened, self._happened = self._happened, None
         if not self._warned and happened is not None and happened.tolist():  # dispatches no op for a CPU tensor
             self._warned = True

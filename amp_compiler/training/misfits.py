@@ -52,8 +52,8 @@ class Misfits:
             return f"For all overflows of this batch together: {', '.join((*lists, scale))}."
         if scale:
             return (
-                f"With a scale of {self.floor:g}, the smallest that this scaler takes, gradients of this batch overflow. "
-                f"They fit with {scale}."
+                f"With a scale of {self.floor:g}, the smallest that this scaler takes, gradients of this batch "
+                f"overflow. They fit with {scale}."
             )
         return f"For all overflows of this batch together: {', '.join(lists)}." if self.ops > 1 else ""
 

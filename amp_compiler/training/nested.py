@@ -11,7 +11,9 @@ from ..common.errors import ArgumentError
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor], method: str) -> Any:
-    """The same structure with each tensor replaced; iterables that are no list, tuple or dict become lists."""
+    """Return the structure with ``function`` applied to each tensor; iterables other than lists, tuples and dicts
+    become lists.
+    """
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):
@@ -29,7 +31,7 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor], method: str) -
 
 
 def tensors_in(value: Any, method: str) -> list[Tensor]:
-    """All tensors of the structure, in order."""
+    """Return all tensors of the structure, in order."""
     leaves: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What ``explain_overflow`` answers: the first op that gave inf or NaN, where it stands, and what to do about it."""
+"""The result of ``explain_overflow``: the first op that gave inf or NaN, where it is, and what to do about it."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class Overflow:
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What is known beside the graph. ``names``: id of a tensor → its path in the model. ``finite_unscaled``: with a
-    scale of 1 all gradients of the batch are finite. ``changed``: the batch's tensors were written to since it ran.
-    ``adapts``: the scale is a dynamic scaler's. ``skipped``: the update was; else only the loss was not finite.
-    ``shared``: the gradients are averaged over several processes. ``floor``: the smallest scale that the run can have.
-    ``misfits``: all that the batch has of too large values, not only the first."""
+    """What is known apart from the graph. ``names``: id of a tensor → its path in the model. ``finite_unscaled``: with
+    a scale of 1 all gradients of the batch are finite. ``changed``: the batch's tensors were written to since it ran.
+    ``adapts``: the scale is a dynamic scaler's. ``skipped``: the update was skipped; if False, only the loss was not
+    finite. ``shared``: the gradients are averaged over several processes. ``floor``: the smallest scale that the scaler
+    takes. ``misfits``: everything in the batch that does not fit, not only the first value."""
 
     names: Mapping[int, str]
     buffers: frozenset[int]
@@ -75,15 +75,15 @@ ELSEWHERE = (
 
 
 def explain(probe: Probe, loss: Tensor, hit: Iterable[str], known: Circumstances) -> Overflow:
-    """Put into words what the probe saw."""
+    """Describe in words what the probe saw."""
     found = probe.culprit(bool(loss.detach().isfinite().all()))
     of = f", micro-batch {known.batch + 1} of {known.batches}" if known.batches > 1 else ""
     if found is None and known.shared and known.skipped and not known.changed:
         return Overflow(ELSEWHERE, "process", scale=known.scale, batch=known.batch)
     if found is None:
-        why = "its tensors were written to since" if known.changed else "the model or the batch is another by now"
+        why = "its tensors were written to since" if known.changed else "the model or the batch has changed since"
         what = "The update was skipped" if known.skipped else "The loss was not finite"
-        text = f"{what}{of}, and when the batch ran again all was finite: {why}."
+        text = f"{what}{of}, but when the batch ran again everything was finite: {why}."
         return Overflow(text, "unknown", scale=known.scale, batch=known.batch)
     phase, seen = found
     answer = _of_input(seen, known, of) if phase == "input" else _of_op(probe, phase, seen, known, of)
@@ -133,14 +133,14 @@ def _of_input(seen: Seen, known: Circumstances, of: str) -> _Answer:
 
 
 def _argument(name: str) -> str:
-    """``args_0`` as the user gave it."""
+    """Return how the user knows the input ``args_0``."""
     if match := re.fullmatch(r"args_(\d+)", name):
         return f"Argument {match[1]} of the model"
     return f"The input {name.removeprefix('kwargs_')}"
 
 
 def _of_op(probe: Probe, phase: str, seen: Seen, known: Circumstances, of: str) -> _Answer:
-    """The op itself, or, for a cast that we put in, the op whose value did not fit."""
+    """Blame the op itself, or, for a cast that we inserted, the op whose value did not fit."""
     cast = seen if ir.is_float_cast(seen.node) else None
     if cast is not None and not _written_by_user(cast.node):
         if phase == "forward":
@@ -170,7 +170,7 @@ def _of_op(probe: Probe, phase: str, seen: Seen, known: Circumstances, of: str) 
 
 
 def _of_cast(probe: Probe, cast: Seen, of: str) -> _Answer:
-    """A value that its reader's precision cannot hold: name the op that made it."""
+    """Name the op that produced a value too large for the precision of the op that reads it."""
     maker = probe.seen[cast.sources[0]] if cast.sources and cast.sources[0] in probe.seen else cast
     readers = probe.readers(cast.node)
     reader, low = (readers[0].node if readers else cast.node), dtype_name(cast.result.dtype)
@@ -217,7 +217,7 @@ def _inputs(probe: Probe, seen: Seen) -> str:
 
 
 def _source(node: fx.Node) -> str:
-    """The user's line; Dynamo names the rest of a function after a graph break in its own way."""
+    """Return the user's line, without the names that Dynamo gives to the rest of a function after a graph break."""
     if f"{os.sep}amp_compiler{os.sep}training{os.sep}" in ir.source_line(node):
         return "the loss function"  # one of torch's own, called by us
     return re.sub(r"torch_dynamo_resume_in_(\w+?)_at_\d+", r"\1", ir.source_line(node))
@@ -226,7 +226,7 @@ def _source(node: fx.Node) -> str:
 def _advice(phase: str, seen: Seen, op: str, module: str, dtype: str, known: Circumstances) -> str:
     if phase == "backward" and known.finite_unscaled and known.scale > 1 and not known.adapts:
         return (
-            f"With a scale of 1 this batch is finite: the fixed scale of {known.scale:g} is too large. Take a smaller "
+            f"With a scale of 1 this batch is finite: the fixed scale of {known.scale:g} is too large. Use a smaller "
             "one, or loss_scaler='dynamic'."
         )
     if phase == "backward" and known.finite_unscaled and known.scale > 1 and known.scale <= known.floor:
@@ -237,7 +237,7 @@ def _advice(phase: str, seen: Seen, op: str, module: str, dtype: str, known: Cir
     if phase == "backward" and known.finite_unscaled and known.scale > 1:
         return (
             f"With a scale of 1 this batch is finite: the scale of {known.scale:g} was too large, which is how a "
-            "dynamic scaler finds its value. There is nothing to do unless it goes on."
+            "dynamic scaler finds its value. There is nothing to do unless it persists."
         )
     is_low = dtype in ("float16", "bfloat16")
     if not is_low or alone_is_finite(seen, torch.float32, phase) is False:

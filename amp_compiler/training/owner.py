@@ -1,4 +1,4 @@
-"""Whose tensors a training step trains: the model's, and those of a loss function that is a module."""
+"""The tensors that a training step trains: the model's, and those of a loss function that is a module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..policy.scopes import original_of
 
 
 class Owner:
-    """The model, the loss function and the optimizer, as one place to ask for their tensors."""
+    """The tensors of the model, the loss function and the optimizer taken together."""
 
     def __init__(self, model: nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
@@ -20,11 +20,11 @@ class Owner:
         self.look()
 
     def look(self) -> None:
-        """Once a call: parameters may have been frozen, added or replaced since the last."""
+        """Collect the tensors anew, once per call: parameters may have been frozen, added or replaced."""
         found: dict[int, Tensor] = {}
         waiting = [m for m in (self.loss_fn, self.model) if isinstance(m, nn.Module)]
         seen: set[int] = set()
-        while waiting:  # named_parameters() takes ten times as long, a hundredth of a small model's step
+        while waiting:  # named_parameters() takes ten times as long, 1% of a small model's step
             module = waiting.pop()
             if id(module) not in seen:
                 seen.add(id(module))
@@ -40,7 +40,7 @@ class Owner:
                 yield from map(original_of, root.modules())
 
     def parameters(self) -> list[Tensor]:
-        """Everything that is trained or gets a gradient, once each, as of the last look."""
+        """Return every tensor that is trained or gets a gradient, once each, as of the last ``look``."""
         return self._trained
 
     def named_parameters(self) -> dict[str, Tensor]:
@@ -54,24 +54,24 @@ class Owner:
         return {**{name: p for name, p in self.named_parameters().items() if p.requires_grad}, **self.others()}
 
     def buffers(self) -> dict[str, Tensor]:
-        """Buffers by a name that another process gives them too."""
+        """Return the buffers by names that are the same in another process."""
         named: dict[str, Tensor] = dict(self.model.named_buffers())
         if isinstance(self.loss_fn, nn.Module):
             named.update((f"loss_fn.{name}", b) for name, b in self.loss_fn.named_buffers())
         return named
 
     def others(self) -> dict[str, Tensor]:
-        """What the optimizer trains beside the modules' own parameters."""
+        """Return what the optimizer trains in addition to the modules' own parameters."""
         own = {id(p) for p in self.named_parameters().values()}
         return {f"optimizer.{i}": p for i, p in enumerate(self.parameters()) if id(p) not in own}
 
     def state(self) -> dict[str, Tensor]:
-        """What a forward may write to and is not trained: buffers, and parameters that need no gradient."""
+        """Return the untrained tensors that a forward may write to: buffers, and parameters without a gradient."""
         frozen = {name: p for name, p in self.named_parameters().items() if not p.requires_grad}
         return {**self.buffers(), **frozen}
 
     def attributes(self) -> list[tuple[dict[str, Any], str]]:
-        """(dictionary, key) of every attribute of a module that holds a tensor but no parameter."""
+        """Return (dictionary, key) for every module attribute that holds a tensor other than a parameter."""
         found: list[tuple[dict[str, Any], str]] = []
         for module in self.modules():
             found += [(module._buffers, key) for key in module._buffers]

@@ -1,4 +1,4 @@
-"""A training step of a model that breaks the graph: pieces as ``amp_compile`` makes them, loss scaling around them."""
+"""The training step of a model with graph breaks: pieces compiled as by ``amp_compile``, with loss scaling outside."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .probe import Probe
 from .results import Answer, check_loss
 from .window import Window
 
-#: state of more bytes than this in all is copied only where an earlier update has written to them
+#: if the state has more bytes than this in total, only tensors that an earlier update has written to are copied
 _COPY_ALL = 1 << 26
 
 
 class PieceBackend(Backend):
-    """As under ``amp_compile``, and an overflow can be looked for."""
+    """The backend of ``amp_compile``, with a probe that can look for an overflow."""
 
     def __init__(self, target: Any, options: Options, state: State, probe: Probe) -> None:
         super().__init__(target, options, state)
@@ -40,11 +40,11 @@ class PieceBackend(Backend):
 
 
 class Pieces:
-    """Forward, ``backward()`` and unscale of one micro-batch; gradients and state are left as the whole graph would."""
+    """Runs forward, ``backward()`` and unscaling of one micro-batch, with the same effects as the whole graph."""
 
     def __init__(self, captured: Captured, owner: Owner, window: Window) -> None:
         self.captured, self.owner, self.window = captured, owner, window
-        self.written: set[str] = set()  # names of state that an update has written to
+        self.written: set[str] = set()  # names of the state tensors that an update has written to
 
     def __call__(self, args: tuple[Any, ...], kwargs: Any, targets: Any) -> Answer:
         window, parameters = self.window, self.owner.parameters()
@@ -77,7 +77,7 @@ class Pieces:
         with torch.no_grad():
             gradients = [grad for _, grad in new]
             if window.scale is not None and window.found is not None:
-                window.found = window.found.clone()  # the flag of the batch before stays what it was
+                window.found = window.found.clone()  # the previous batch's flag must not change
                 unscale_(gradients, window.scale.reciprocal(), window.found)
                 bad = window.skipped()
                 assert bad is not None

@@ -1,7 +1,7 @@
-"""Runs rewritten forward graphs node by node and remembers, of every value, whether it and its gradient were finite.
+"""Runs rewritten forward graphs node by node and records whether each value and its gradient were finite.
 
-Hooks look at the gradient of every value, so an op of the backward is told by the op of the forward that it belongs to.
-Values and gradients are kept while it lasts: it is a tool for one batch, after the fact.
+Hooks look at the gradient of every value, so a backward op is identified by the forward op that it belongs to. All
+values and gradients are kept in memory meanwhile, so this is for diagnosing one batch, after the fact.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch.utils.hooks import RemovableHandle
 from .. import ir
 from ..common.torch_names import OpOverload, pytree
 
-#: ops that put a number where a mask says: an infinite one is meant
+#: ops that fill in a number where a mask says so: an infinite one is intended
 _MARKERS = frozenset(
     {"full", "full_like", "new_full", "fill", "masked_fill", "where", "scalar_tensor", "lift_fresh_copy"}
 )
-#: higher-order ops whose body is what they compute
+#: higher-order ops that compute just what their body does
 _TRANSPARENT = ("higher_order::tag_activation_checkpoint", "higher_order::wrap", "higher_order::invoke_subgraph")
 
 
 @dataclass
 class Seen:
-    """One value of a graph that was run with checks."""
+    """One value of a graph that was run with checks, and what is known of its gradient."""
 
     node: fx.Node
     result: Any
@@ -36,9 +36,9 @@ class Seen:
     kwargs: dict[str, Any]
     sources: list[fx.Node]
     value: str  # "inf", "-inf", "nan", or "" if finite
-    meant: bool = False  # not finite because the code wants it so
+    meant: bool = False  # not finite on purpose, such as a mask
     gradient: Tensor | None = None
-    order: int = 0  # of its gradient; 0: none came
+    order: int = 0  # when its gradient came, counting from 1; 0: none came
 
     @property
     def gradient_kind(self) -> str:
@@ -47,15 +47,15 @@ class Seen:
 
 @dataclass
 class Probe:
-    """Runs graphs node by node while ``looking``, and remembers what it saw."""
+    """Runs graphs node by node while ``looking`` is set, and records what it saw."""
 
     looking: bool = False
     in_fp32: bool = False  # run every op in fp32, whatever was decided
     seen: dict[fx.Node, Seen] = field(default_factory=dict)
-    made: dict[int, fx.Node] = field(default_factory=dict)  # id of a tensor -> the node that gave it first
-    read_on: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # node -> inputs of other graphs that are it
+    made: dict[int, fx.Node] = field(default_factory=dict)  # id of a tensor -> the node that produced it first
+    read_on: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # node -> inputs of other graphs with its value
     gradients: int = 0
-    #: of the tensors that are watched; left on them, each would keep its tensor, and the batch's whole graph, for ever
+    #: hooks on the watched tensors: if not removed, each would keep its tensor and the batch's whole graph alive
     hooks: list[RemovableHandle] = field(default_factory=list)
 
     def begin(self, *, in_fp32: bool = False) -> None:
@@ -63,7 +63,7 @@ class Probe:
         self.looking, self.seen, self.made, self.read_on, self.gradients = True, {}, {}, {}, 0
 
     def end(self) -> Probe:
-        """Stop looking; what was seen goes to the caller."""
+        """Stop looking and return what was seen."""
         done = Probe(False, self.in_fp32, self.seen, self.made, self.read_on, self.gradients)
         while self.hooks:
             self.hooks.pop().remove()
@@ -92,7 +92,7 @@ class Probe:
                 self.hooks.append(tensor.register_hook(lambda gradient: self._gradient(seen, gradient)))
 
     def _is_meant(self, seen: Seen) -> bool:
-        """A mask: infinite by a literal in the code, or an input that is one, or made of such."""
+        """True for a mask: infinite by a literal in the code, an input that is a mask, or computed from such values."""
         if seen.value == "nan":
             return False
         causes = [s for s in self._sources(seen) if s.value]
@@ -114,8 +114,8 @@ class Probe:
     # --------------------------------------------------------------------------------------- the culprit
 
     def culprit(self, loss_is_finite: bool) -> tuple[str, Seen] | None:
-        """(phase, value) of the first value that is not finite though all that it was made of is, or was meant to be
-        infinite."""
+        """Return (phase, value) of the first non-finite value whose own inputs are all finite or infinite on purpose;
+        None if there is none."""
         if not loss_is_finite and (first := self._first_forward()) is not None:
             return first
         bad = [s for s in self.seen.values() if s.gradient_kind]
@@ -133,15 +133,15 @@ class Probe:
         return ("input" if seen.node.op == "placeholder" else "forward"), seen
 
     def readers(self, node: fx.Node) -> list[Seen]:
-        """The values that were computed from this one, in whichever graph."""
+        """Return the values that were computed from this one, in any graph."""
         found = [self.seen[u] for u in node.users if u in self.seen and not ir.is_higher_order(u)]
         for other in self.read_on.get(node, []):
             found += self.readers(other)
         return found or [self.seen[u] for u in node.users if u in self.seen]
 
     def _differentiated(self, bad: Seen) -> Seen:
-        """The op whose backward made this gradient: of those that read the value, the one that gives a gradient that is
-        not finite for the finite one that it got; the latest if that cannot be told (autograd goes backward)."""
+        """Return the op whose backward produced this gradient: the reader of the value that turns a finite gradient
+        into one that is not finite. If that cannot be determined, the latest reader (autograd goes backward)."""
         readers = [s for s in self.readers(bad.node) if s is not bad]
         finite = [s for s in readers if s.gradient is not None and not s.gradient_kind]
         guilty = [s for s in finite if alone_is_finite(s, None, "backward") is False] if len(finite) > 1 else finite
@@ -166,7 +166,7 @@ class _Watching(fx.Interpreter):
         if n.op == "placeholder":
             args = (result,)
         if n.op == "placeholder" and is_float(result) and result.is_leaf and result.requires_grad:
-            result = result.view_as(result)  # a hook on the user's parameter itself would stay there
+            result = result.view_as(result)  # keeps the hook off the user's own parameter
         if n.op != "output" and not isinstance(result, fx.GraphModule):
             self.probe.watch(n, result, args, kwargs)
         return result
@@ -183,7 +183,7 @@ def is_float(value: Any) -> bool:
 
 
 def kind_of(tensor: Tensor) -> str:
-    """ "inf", "-inf" or "nan" if the tensor holds such, NaN first; "" if all is finite."""
+    """Return "nan", "inf" or "-inf", the first of them that the tensor holds; "" if everything is finite."""
     values = _values(tensor)
     if values.numel() == 0 or bool(values.isfinite().all()):
         return ""
@@ -193,7 +193,7 @@ def kind_of(tensor: Tensor) -> str:
 
 
 def largest(tensor: Tensor) -> float:
-    """The largest finite magnitude."""
+    """Return the largest finite magnitude in the tensor."""
     values = _values(tensor)
     finite = values[values.isfinite()]
     return float(finite.abs().max()) if finite.numel() else 0.0
@@ -205,13 +205,13 @@ def _values(tensor: Tensor) -> Tensor:
 
 
 def _masks(value: Any) -> bool:
-    """What a mask looks like: nothing but minus infinity beside ordinary numbers."""
+    """True if the value looks like a mask: it holds finite numbers and minus infinity, nothing else."""
     return isinstance(value, Tensor) and kind_of(value) == "-inf"
 
 
 def alone_is_finite(seen: Seen, dtype: torch.dtype | None, phase: str) -> bool | None:
-    """Run one op by itself, with floats in ``dtype`` (None: as they were), in the backward with the gradient that it
-    got: is all that it gives finite? None if it cannot be run so."""
+    """True if one op, run by itself, gives finite results; None if it cannot be run by itself. Floats are converted to
+    ``dtype`` (None: they keep theirs). In the backward phase, it gets the gradient that it got then."""
     if not isinstance(seen.node.target, OpOverload):
         return None
 

@@ -1,6 +1,6 @@
-"""The batch of a skipped update, or of a loss that is not finite, once more, with checks.
+"""Run the batch of a skipped update, or of a loss that is not finite, once more, with checks.
 
-Everything of the run is left as it was.
+The state of the run is not changed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ def explain_last_update(
     captured: Callable[..., Any] | None, probe: Probe, owner: Owner, window: Window, floor: float | None,
     shared: bool,
 ) -> Overflow:  # fmt: skip
-    """What made the last update overflow, or its loss. ``captured`` runs a batch, through ``probe`` while that is
-    looking; ``floor``: the smallest scale of a dynamic scaler; ``shared``: several processes average their gradients."""
+    """Explain why the last update, or its loss, was not finite. ``captured`` runs a batch, through ``probe`` while that
+    is looking; ``floor``: the smallest scale of a dynamic scaler; ``shared``: several processes average their
+    gradients.
+    """
     batch = next((b for b in window.batches if b.overflowed()), None)
     skipped = batch is not None
     if batch is None and (of_sum := _explain_sum(owner, window, shared)) is not None:
@@ -63,18 +65,18 @@ def _misfits(
 
 def _nothing(window: Window) -> str:
     if any(b.found is not None and bool(b.found) for b in window.batches):
-        return "The batch that failed came before the checkpoint that this run was resumed from, and is not here."
+        return "The batch that failed ran before the checkpoint that this run was resumed from; it is not available."
     if not window.batches:
         return "There is no skipped batch to explain: call explain_overflow() right after the step that was skipped."
     return "The last update was not skipped: its loss and all its gradients are finite."
 
 
 def _explain_sum(owner: Owner, window: Window, shared: bool) -> Overflow | None:
-    """Each micro-batch was finite, and what they add up to is not."""
+    """Explain an update whose micro-batches were each finite, but whose sum of gradients is not."""
     if window.done or window.found is None or not window.batches or not bool(window.found):
         return None
     if window.batches[0].before is not None and bool(window.batches[0].before):
-        return None  # it was so when the run was resumed
+        return None  # it was already so when the run was resumed
     if shared:
         return Overflow(ELSEWHERE, "process", scale=float(window.scale or 1.0))
     names = {id(p): name for name, p in owner.named_parameters().items()}
@@ -82,9 +84,9 @@ def _explain_sum(owner: Owner, window: Window, shared: bool) -> Overflow | None:
     hit_names = tuple(names.get(id(p), "?") for p in hit)
     dtype = dtype_name(hit[0].dtype) if hit else ""
     text = (
-        f"The gradients of each micro-batch are finite, their sum is not ({dtype}): {', '.join(hit_names[:5])}.\n"
-        "Keep the parameters in fp32, as the masters of a mixed-precision model are, or add up fewer batches; or was "
-        "something written into .grad between the batches?"
+        f"The gradients of each micro-batch are finite, but their sum is not ({dtype}): {', '.join(hit_names[:5])}.\n"
+        "Keep the parameters in fp32, as master weights usually are, or accumulate fewer batches. Check also that "
+        "nothing writes into .grad between the batches."
     )
     return Overflow(text, "sum", dtype=dtype, parameters=hit_names, scale=float(window.scale or 1.0))
 
@@ -93,7 +95,7 @@ def _look(
     captured: Callable[..., Any], probe: Probe, owner: Owner, window: Window, batch: Batch,
     parameters: Sequence[Tensor], scale: float, *, in_fp32: bool = False,
 ) -> tuple[Tensor, list[bool], Probe]:  # fmt: skip
-    """Run a batch with checks: the loss, which parameters' gradients are finite, and what was seen."""
+    """Run a batch with checks; return the loss, whether each parameter's gradient is finite, and what was seen."""
     probe.begin(in_fp32=in_fp32)
     try:
         with undisturbed(owner, window.device), torch.enable_grad():
@@ -107,7 +109,7 @@ def _look(
 
 @contextlib.contextmanager
 def undisturbed(owner: Owner, device: torch.device) -> Iterator[None]:
-    """Random generators and what the model's modules hold are afterwards as they were."""
+    """Restore the random generators and the tensors of the model's modules on exit."""
     states = rng_state(device)
     held = [(holder, key, holder[key]) for holder, key in owner.attributes()]
     values = [(tensor, tensor.detach().clone()) for _, _, tensor in held if tensor is not None]

@@ -1,7 +1,7 @@
-"""What one call of a training step gives, and how the loss is found in what the user's code returned.
+"""The result of one call of a training step, and how the loss is found in what the user's code returned.
 
-``split`` runs inside the captured function, so it is Python that Dynamo can trace. The rest of the answer and the
-model's output leave the graph as values: ``detached`` takes them out of autograd where the step runs in pieces.
+``split`` runs inside the captured function, so it is Python that Dynamo can trace. What came with the loss and the
+model's output leave the graph as values; where the step runs in pieces, ``detached`` detaches them from autograd.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..policy import dtype_name
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one call of a training step returns: tensors on the model's device, which nothing has waited for.
+    """The result of one call of a training step, as tensors on the model's device. Making it needs no host sync.
 
     Args:
         loss: The loss of this batch, not scaled.
@@ -71,10 +71,10 @@ class Answer(NamedTuple):
 
 
 def split(answer: Any, *, from_model: bool) -> tuple[Any, Any]:
-    """(the loss, the rest) of what a loss function or a model returned.
+    """Split what a loss function or a model returned into (the loss, the rest).
 
-    ``from_model``: of an object that the model made, as those of transformers do, only the loss is taken. Nobody asked
-    for its logits and caches here, and returning them would cost memory and casts; ``return_output=True`` asks.
+    ``from_model``: the model itself returned it. Of an object such as the models of transformers return, only the loss
+    is taken: returning its logits and caches too would cost memory and casts. ``return_output=True`` asks for them.
     """
     if isinstance(answer, torch.Tensor):
         return answer, None
@@ -93,7 +93,7 @@ def split(answer: Any, *, from_model: bool) -> tuple[Any, Any]:
 
 
 def _names(answer: Any) -> list[str] | None:
-    """The names of the entries of a dict, dataclass or named tuple that has a ``loss``; None if it is no such."""
+    """Return the names of the entries of a dict, dataclass or named tuple that has a ``loss``; None for others."""
     if isinstance(answer, Mapping):
         names = list(answer.keys())
     elif isinstance(answer, tuple):
@@ -107,10 +107,10 @@ def _names(answer: Any) -> list[str] | None:
 
 
 def detached(value: Any, low: torch.dtype | None = None) -> Any:
-    """The same structure with every tensor taken out of autograd. Objects of other classes are copied, so that the
-    user's own stay as they are; modules are left alone.
+    """Return the same structure with every tensor detached. Objects of other classes are copied, so that the user's
+    own are not changed; modules are left alone.
 
-    ``low``: tensors of this dtype become fp32. For ``Policy.torch``, under which graphs return what autocast does.
+    ``low``: tensors of this dtype become fp32, for ``Policy.torch``, where graphs return the dtypes of autocast.
     """
     return _detached(value, low, {})
 
@@ -128,7 +128,7 @@ def _detached(value: Any, low: torch.dtype | None, seen: dict[int, Any]) -> Any:
     if isinstance(value, (nn.Module, type)) or callable(value):
         return value
     own = dict(getattr(value, "__dict__", {}))
-    if is_dataclass(value):  # it may have slots instead
+    if is_dataclass(value):  # it may have slots instead of a __dict__
         own |= {f.name: getattr(value, f.name) for f in fields(value) if hasattr(value, f.name)}
     if not own:
         return value
@@ -142,47 +142,47 @@ def _detached(value: Any, low: torch.dtype | None, seen: dict[int, Any]) -> Any:
 
 
 def check_loss_fn(loss_fn: Any) -> None:
-    """A loss function takes the model's output and the targets."""
+    """Raise unless ``loss_fn`` can be called with the model's output and the targets."""
     if loss_fn is None:
         return
     if not callable(loss_fn):
         raise ArgumentError(f"loss_fn must be a function of (output, targets) or None, not {loss_fn!r}.")
     if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
-        raise ArgumentError(f"loss_fn is the class {loss_fn.__name__}: make a loss of it, {loss_fn.__name__}().")
+        raise ArgumentError(f"loss_fn is the class {loss_fn.__name__}: pass an instance, {loss_fn.__name__}().")
     try:
         signature = inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn)
     except (TypeError, ValueError):
-        return  # a builtin that does not tell
+        return  # a builtin without a signature
     try:
         signature.bind(None, None)
     except TypeError as error:
         raise ArgumentError(
-            f"loss_fn is called as loss_fn(output, targets), and {place(loss_fn)} takes {signature}: {error}. Write a "
-            f"function of the two, as in lambda output, targets: {_name(loss_fn)}(...); with loss_fn=None the model "
-            "returns the loss itself."
+            f"loss_fn is called as loss_fn(output, targets), but {place(loss_fn)} takes {signature}: {error}. Wrap it, "
+            f"as in lambda output, targets: {_name(loss_fn)}(...). If the model returns the loss itself, pass "
+            "loss_fn=None."
         ) from None
 
 
 def check_loss(loss: Any, loss_fn: Any) -> None:
-    """A loss must be one number."""
+    """Raise unless the loss is a floating point tensor with one element."""
     source = "the model returns" if loss_fn is None else f"{place(loss_fn)} gives"
     if not isinstance(loss, Tensor):
         raise ArgumentError(
-            f"The loss must be a scalar tensor, and {source} a {type(loss).__name__}: give the loss, (loss, anything), "
-            'a dict with "loss" or an object with .loss.'
+            f"The loss must be a scalar tensor, but {source} a {type(loss).__name__}: return the loss, (loss, "
+            'anything), a dict with "loss" or an object with .loss.'
         )
     if not loss.is_floating_point():
         raise ArgumentError(
-            f"The loss must be a float, and {source} {dtype_name(loss.dtype)}: it has no gradient. Compute it from the "
-            "model's output in floating point."
+            f"The loss must be a float, but {source} {dtype_name(loss.dtype)}, which has no gradient. Compute it from "
+            "the model's output in floating point."
         )
     if loss.numel() != 1:
-        how = "give a loss_fn(output, targets)" if loss_fn is None else "take its mean or sum in loss_fn"
-        raise ArgumentError(f"The loss must be a scalar, and {source} one of the shape {list(loss.shape)}: {how}.")
+        how = "pass a loss_fn(output, targets)" if loss_fn is None else "take its mean or sum in loss_fn"
+        raise ArgumentError(f"The loss must be a scalar, but {source} one of the shape {list(loss.shape)}: {how}.")
 
 
 def place(function: Callable[..., Any]) -> str:
-    """A function's name and line, as far as it has them."""
+    """Return a function's name and source line, as far as they are known."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     where = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
     return f"{_name(function)}{where}"

@@ -1,7 +1,7 @@
 """What loss scalers share: the methods of ``torch.amp.GradScaler``, a functional form of them, and a diagnosis.
 
-The state lives in small tensors on the loss's device, and nothing but ``step`` of an optimizer that is not fused makes
-the host wait for it.
+The state lives in small tensors on the loss's device. Only ``step``, with an optimizer that isn't fused, makes the host
+wait for the device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .nested import map_tensors, tensors_in
 from .scaler_state import Stage, TorchScaler, Use
 from .update import apply_update, gradients, inverse, takes_found_inf
 
-STUCK_AFTER = 10  # updates in a row that are skipped before a warning
+STUCK_AFTER = 10  # warn after this many skipped updates in a row
 REMEDY = (
     "keep ops in fp32 (black_list= or exclude=), see which went non-finite first (explain_overflow() of "
     "compile_train_step), lower the learning rate, or check the data."
@@ -33,7 +33,7 @@ Nested = TypeVar("Nested")
 
 
 class LossScaler(TorchScaler):
-    """What both scalers share. Here the scale never changes by itself."""
+    """The base class of both scalers, whose scale never changes by itself."""
 
     def __init__(self, scale: float, device: torch.device | str | None, enabled: bool) -> None:
         where = checks.device(device, "device")
@@ -49,7 +49,7 @@ class LossScaler(TorchScaler):
             enabled = False
         super().__init__(scale, where, enabled)
         self._replicas: dict[torch.device, Tensor] = {}
-        self._told = 0  # updates in a row that were skipped when a warning last told of them
+        self._told = 0  # skipped updates in a row at the time of the last warning
 
     # ------------------------------------------------------------------------------------------ a training loop
 
@@ -112,8 +112,8 @@ class LossScaler(TorchScaler):
             return optimizer.step(*args, **kwargs)
         if any(callable(value) for value in (*args, *kwargs.values())):
             raise ScalerError(
-                "step() cannot take a closure: it would run the backward again, with gradients that nobody checks. Run "
-                "forward and backward before step(); an optimizer that needs a closure (LBFGS) cannot be scaled."
+                "step() cannot take a closure, because the gradients of a backward inside it would not be checked. Run "
+                "forward and backward before step(); loss scaling does not support LBFGS, which needs a closure."
             )
         scale = self._existing("step")
         use = self._use(optimizer)
@@ -131,8 +131,8 @@ class LossScaler(TorchScaler):
                 self.unscale_(optimizer)
         if use.found is None:
             raise ScalerError(
-                f"step() found no gradient at all in this {_name(optimizer)}. Was scale(loss).backward() not called, "
-                "or zero_grad() after it, or are all its parameters frozen (requires_grad=False)?"
+                f"step() found no gradient at all in this {_name(optimizer)}. Call scale(loss).backward() before it, "
+                "with no zero_grad() in between, and check that not all parameters are frozen (requires_grad=False)."
             )
         result, taken = apply_update(optimizer, use.found, grad_scale=grad_scale, args=args, kwargs=kwargs)
         use.stage = Stage.STEPPED
@@ -156,7 +156,7 @@ class LossScaler(TorchScaler):
             found = [use.found for use in self._uses.values() if use.found is not None]
             if not found:
                 raise ScalerError(
-                    "update() has nothing to go by: neither step() nor unscale_() has seen gradients since the last "
+                    "update() was called, but neither step() nor unscale_() has seen gradients since the last "
                     "update(). Call it once after step()."
                 )
             self.adapt(functools.reduce(torch.maximum, found))
@@ -206,7 +206,7 @@ class LossScaler(TorchScaler):
         self._numbers.create(found.device)
         scale, stuck = self._numbers.tensors["scale"], self._numbers.tensors["stuck"]
         found = found.to(scale.device, non_blocking=True)
-        if self._numbers.on_host():  # the host may look at these without waiting for anything
+        if self._numbers.on_host():  # the host can read these without waiting
             count = stuck.numpy()
             count[...] = (count + 1) * found.numpy()
         else:
@@ -234,7 +234,7 @@ class LossScaler(TorchScaler):
     # ------------------------------------------------------------------------------------------ values on the host
 
     def get_scale(self) -> float:
-        """The scale as a float, 1.0 if disabled. Waits for the device."""
+        """Return the scale as a float, 1.0 if disabled. Waits for the device."""
         if not self._enabled:
             return 1.0
         self._look(3)
@@ -242,7 +242,7 @@ class LossScaler(TorchScaler):
 
     @property
     def diagnosis(self) -> str:
-        """What is wrong, if many updates in a row were skipped; else an empty string. Waits for the device."""
+        """Return what is wrong if many updates in a row were skipped, else an empty string. Waits for the device."""
         count = self._numbers.read("stuck")
         return self._advice(count) if count >= STUCK_AFTER else ""
 
@@ -262,15 +262,15 @@ class LossScaler(TorchScaler):
         return self._enabled
 
     def get_growth_factor(self) -> float:
-        """What the scale is multiplied by when it grows."""
+        """Return the factor by which the scale grows."""
         return 1.0
 
     def get_backoff_factor(self) -> float:
-        """What the scale is multiplied by after an overflow."""
+        """Return the factor that the scale is multiplied by after an overflow."""
         return 1.0
 
     def get_growth_interval(self) -> int:
-        """The number of finite updates in a row after which the scale grows."""
+        """Return the number of finite updates in a row after which the scale grows."""
         return 1
 
     def set_growth_factor(self, new_factor: float) -> None:
@@ -304,7 +304,7 @@ class LossScaler(TorchScaler):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the scale from ``state_dict``, of a scaler here or of ``torch.amp.GradScaler``. One that does not fit
+        """Load the scale from the ``state_dict`` of a loss scaler or of ``torch.amp.GradScaler``. One that does not fit
         changes nothing.
         """
         if not self._enabled:
@@ -312,13 +312,13 @@ class LossScaler(TorchScaler):
         state = checks.State(state_dict)
         self._write(scale=state.take("scale", checks.scale_of), stuck=state.take("_stuck_tracker", checks.count, 0))
 
-    # ------------------------------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------------------------------ internals
 
     def _existing(self, method: str) -> Tensor:
-        """The scale, where it must have been used before."""
+        """Return the scale; raise if no loss was scaled yet."""
         if not self._numbers.tensors:
             raise ScalerError(
-                f"{method}() was called before scale(): no loss was scaled yet, so no gradient is either. Call "
+                f"{method}() was called before scale(): no loss was scaled yet, and so no gradient. Call "
                 "scale(loss).backward() first."
             )
         return self._numbers.tensors["scale"]
@@ -326,7 +326,7 @@ class LossScaler(TorchScaler):
     def _use(self, optimizer: Optimizer) -> Use:
         if (use := self._uses.get(id(optimizer))) is None:
             if not hasattr(optimizer, "param_groups"):
-                raise ArgumentError(f"A torch.optim.Optimizer is needed here, not {type(optimizer).__name__}.")
+                raise ArgumentError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}.")
             use = self._uses[id(optimizer)] = Use(optimizer)
         return use
 
@@ -336,7 +336,7 @@ class LossScaler(TorchScaler):
             replica.copy_(self._numbers.tensors["scale"], non_blocking=True)
 
     def _write(self, **values: float) -> None:
-        """New numbers, in the tensors that are already there."""
+        """Write new numbers into the existing tensors."""
         self._numbers.write(**values)
         for replica in self._replicas.values():
             replica.fill_(self._numbers.plain["scale"])
@@ -361,21 +361,21 @@ class LossScaler(TorchScaler):
         scale.clamp_(checks.SMALLEST, checks.LARGEST)
 
     def _look(self, stacklevel: int, *, waited: bool = True) -> None:
-        """Warn, once for each time that updates go on being skipped. Only where the host may read."""
+        """Warn once per series of skipped updates, where the host can read without waiting."""
         if count := self.newly_stuck(waited=waited):
             warnings.warn(self._advice(count), AmpWarning, stacklevel)
 
     def _advice(self, count: int) -> str:
         return (
             f"Gradients were not finite in the last {count} updates, at the fixed loss scale "
-            f"{self._numbers.read('scale'):g}; all these steps were left out. Lower the scale or use "
+            f"{self._numbers.read('scale'):g}; all these steps were skipped. Lower the scale or use "
             f"DynamicLossScaler; if that does not help, {REMEDY}"
         )
 
     def __getstate__(self) -> dict[str, Any]:
         if self._uses:
             raise ScalerError(
-                "A scaler can be copied or pickled between iterations only: call update() first. (To save a run, "
+                "A scaler can only be copied or pickled between iterations: call update() first. (To save a run, "
                 "state_dict() is enough.)"
             )
         return {**self.__dict__, "_replicas": {}}

@@ -1,4 +1,4 @@
-"""The numbers that a loss scaler is made of, checked one by one: as arguments and in a state dict."""
+"""Checks of the numbers that a loss scaler is made of, as arguments and in a state dict."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LARGEST = torch.finfo(torch.float32).max
 def finite(value: Any, name: str, what: str) -> float:
     number = math.nan
     if isinstance(value, int | float) and not isinstance(value, bool):
-        with contextlib.suppress(OverflowError):  # an int beyond all floats
+        with contextlib.suppress(OverflowError):  # an int too large for a float
             number = float(value)
     if not math.isfinite(number):
         raise ArgumentError(f"{name} must be {what}, not {value!r}.")
@@ -27,7 +27,7 @@ def finite(value: Any, name: str, what: str) -> float:
 
 
 def scale_of(value: Any, name: str) -> float:
-    """A scale as fp32 holds it."""
+    """Return the scale rounded to fp32."""
     what = f"a finite number above 0 that fp32 can hold ({SMALLEST:.1e} to {LARGEST:.1e})"
     number = finite(value, name, what)
     if not SMALLEST <= number <= LARGEST:
@@ -77,15 +77,15 @@ _MISSING: Any = object()
 
 
 class State:
-    """A state dict that somebody gives us, read with care."""
+    """A state dict from outside, whose entries are checked as they are read."""
 
     def __init__(self, state: Any) -> None:
         if not isinstance(state, Mapping):
-            raise ArgumentError(f"load_state_dict() takes what state_dict() gave, a dict, not {type(state).__name__}.")
+            raise ArgumentError(f"load_state_dict() takes the dict from state_dict(), not {type(state).__name__}.")
         if not state:
             raise ArgumentError(
-                "load_state_dict() got an empty dict, as a disabled torch.amp.GradScaler saves it. Leave the call out "
-                "to start with a fresh scale."
+                "load_state_dict() got an empty dict, which is what a disabled torch.amp.GradScaler saves. Omit the "
+                "call to start with a fresh scale."
             )
         self._state = state
 
@@ -101,6 +101,6 @@ class State:
     @staticmethod
     def wrong(what: str) -> ArgumentError:
         return ArgumentError(
-            f"load_state_dict(): not the state of a loss scaler: {what} Nothing was loaded. Pass what state_dict() of "
-            "a loss scaler or of torch.amp.GradScaler gave, or leave the call out to start with a fresh scale."
+            f"load_state_dict(): not the state of a loss scaler: {what} Nothing was loaded. Pass the state_dict() of a "
+            "loss scaler or of torch.amp.GradScaler, or omit the call to start with a fresh scale."
         )

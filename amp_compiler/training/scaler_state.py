@@ -1,6 +1,6 @@
 """The state of a loss scaler, and the names that ``torch.amp.GradScaler`` has for it.
 
-A scaler here is an instance of torch's class, so that code that asks for one finds it. It shares no code with it: its
+Our scalers are instances of torch's class, so they pass ``isinstance`` checks, but they share no code with it: their
 numbers are kept in ``Numbers``, and what other libraries read under torch's private names is computed from them.
 """
 
@@ -30,13 +30,13 @@ class Stage(enum.Enum):
 class Use:
     """What was done with one optimizer since the last update."""
 
-    optimizer: Optimizer  # held, so that its id is not given to another one meanwhile
+    optimizer: Optimizer  # kept alive, so that no other optimizer gets its id meanwhile
     stage: Stage = Stage.READY
     found: Tensor | None = None  # 1.0 if a gradient was not finite, on the scale's device
 
 
 class Numbers:
-    """A scaler's numbers: plain ones until the device is known, then tensors of no dimensions on it."""
+    """A scaler's numbers: Python numbers until the device is known, then tensors of no dimensions on it."""
 
     DTYPES: ClassVar = {
         "scale": torch.float32,
@@ -48,10 +48,10 @@ class Numbers:
     def __init__(self, scale: float, device: torch.device | None) -> None:
         self.plain: dict[str, Any] = {"scale": scale, "finite": 0, "overflows": 0, "stuck": 0}
         self.tensors: dict[str, Tensor] = {}
-        self.device = device  # where the tensors will be; None: where the first of them is needed
+        self.device = device  # where the tensors will be; None: where the first one is needed
 
     def create(self, device: torch.device) -> None:
-        """Make the tensors, if there are none yet."""
+        """Create the tensors, if there are none yet."""
         if not self.tensors:
             for name, dtype in self.DTYPES.items():
                 self.tensors[name] = torch.full((), self.plain[name], dtype=dtype, device=self.device or device)
@@ -61,7 +61,7 @@ class Numbers:
         return not self.tensors or self.tensors["scale"].device.type == "cpu"
 
     def read(self, name: str) -> Any:
-        """The number on the host. For a CPU tensor ``tolist`` dispatches no op."""
+        """Return the number on the host. (For a CPU tensor, ``tolist`` dispatches no op.)"""
         if name not in self.tensors:
             return self.plain[name]
         return type(self.plain[name])(self.tensors[name].tolist())
@@ -77,14 +77,14 @@ class Numbers:
 
 
 class TorchScaler(torch.amp.GradScaler):
-    """``torch.amp.GradScaler`` to ``isinstance``, with its private names as views of our state.
+    """A ``torch.amp.GradScaler`` for ``isinstance``, whose private names are computed from our state.
 
     torch 2.13 to 2.15: accelerate calls ``_lazy_init_scale_growth_tracker(scaler._device)``; others read ``_scale``,
     ``_growth_tracker`` and ``_per_optimizer_states``. All public methods are the subclasses' own.
     """
 
     def __init__(self, scale: float, device: torch.device | None, enabled: bool) -> None:
-        # not torch's __init__: its device is "cuda" by default, and it disables itself where there is none
+        # torch's __init__ isn't called: its device is "cuda" by default, and it disables the scaler if there is none
         self._numbers = Numbers(scale, device)
         self._uses: dict[int, Use] = {}
         self._enabled = enabled

@@ -1,7 +1,7 @@
-"""Loss scalers: multiply the loss, divide the gradients, leave a step out if one is not finite, adapt the scale.
+"""Loss scalers: multiply the loss, divide the gradients, skip a step if one is not finite, adapt the scale.
 
-They stand where ``torch.amp.GradScaler`` does, with the same methods, and add a floor and a cap for the scale,
-patience, and a diagnosis when update after update is skipped.
+They replace ``torch.amp.GradScaler``, with the same methods, and add a floor and a cap for the scale, patience, and a
+diagnosis when many updates in a row are skipped.
 """
 
 from __future__ import annotations
@@ -99,29 +99,29 @@ class DynamicLossScaler(LossScaler):
         super().__init__(self._checked(init_scale, "init_scale"), device, enabled)
 
     def get_growth_factor(self) -> float:
-        """What the scale is multiplied by when it grows."""
+        """Return the factor by which the scale grows."""
         return self._growth_factor
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Change what the scale is multiplied by when it grows to ``new_factor``."""
+        """Set the factor by which the scale grows to ``new_factor``."""
         self._growth_factor = checks.growth(new_factor, "set_growth_factor")
 
     def get_backoff_factor(self) -> float:
-        """What the scale is multiplied by after an overflow."""
+        """Return the factor that the scale is multiplied by after an overflow."""
         return self._backoff_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Change what the scale is multiplied by after an overflow to ``new_factor``."""
+        """Set the factor that the scale is multiplied by after an overflow to ``new_factor``."""
         self._backoff_factor = checks.backoff(new_factor, "set_backoff_factor")
 
     def get_growth_interval(self) -> int:
-        """The number of finite updates in a row after which the scale grows."""
+        """Return the number of finite updates in a row after which the scale grows."""
         return self._growth_interval
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Change the number of finite updates in a row after which the scale grows to ``new_interval``."""
+        """Set the number of finite updates in a row after which the scale grows to ``new_interval``."""
         self._growth_interval = checks.positive_int(new_interval, "set_growth_interval")
-        # torch's update compares by equality: a count beyond the interval would never make the scale grow again
+        # torch's update tests for equality: with a count beyond the interval, the scale would never grow again
         self._numbers.plain["finite"] = min(self._numbers.plain["finite"], new_interval - 1)
         if self._numbers.tensors:
             self._numbers.tensors["finite"].clamp_(max=new_interval - 1)
@@ -137,7 +137,7 @@ class DynamicLossScaler(LossScaler):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load ``state_dict``, of this class or of ``torch.amp.GradScaler``. One that does not fit is an error and
+        """Load the ``state_dict`` of this class or of ``torch.amp.GradScaler``. One that does not fit is an error and
         changes nothing.
 
         What the latter does not have (patience, floor, cap) stays as it is here, and its scale is clamped between floor
@@ -180,7 +180,7 @@ class DynamicLossScaler(LossScaler):
         if not self._floor <= value <= self._ceiling:
             raise ArgumentError(
                 f"{name}={scale!r} is not between min_scale={self._floor:g} and max_scale={self._ceiling:g}. Choose "
-                "another one, or make the scaler with other limits."
+                "another value, or create the scaler with other limits."
             )
         return value
 
@@ -194,7 +194,7 @@ class DynamicLossScaler(LossScaler):
             overflow = found != 0
             overflows.add_(1).mul_(overflow)
             too_many = (overflows >= self._overflow_patience).float()
-            # An overflow that is put up with: torch's update counts from -1 to 0 and leaves the scale alone.
+            # An overflow that patience tolerates: torch's update counts from -1 to 0 and leaves the scale alone.
             finite.masked_fill_(overflow, -1)
             overflows.masked_fill_(too_many != 0, 0)
         amp_update_scale_(
@@ -207,11 +207,11 @@ class DynamicLossScaler(LossScaler):
         if scale <= self._floor:
             return (
                 f"Gradients were not finite in the last {count} updates although the loss scale is at its floor, "
-                f"{scale:g}; all these steps were left out. The cause is the model, not the scale: {REMEDY}"
+                f"{scale:g}; all these steps were skipped. The cause is the model, not the scale: {REMEDY}"
             )
         return (
-            f"Gradients were not finite in the last {count} updates, and all these steps were left out; the loss scale "
-            f"has fallen to {scale:g}. If it goes on, the cause is the model, not the scale: {REMEDY}"
+            f"Gradients were not finite in the last {count} updates, and all these steps were skipped; the loss scale "
+            f"has fallen to {scale:g}. If it persists, the cause is the model, not the scale: {REMEDY}"
         )
 
     def __repr__(self) -> str:

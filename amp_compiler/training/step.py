@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -17,7 +17,6 @@ from ..common.torch_names import dispatch_mode
 from ..inspect.report import Report
 from ..kernels.all_finite import all_finite
 from ..kernels.norm import total_norm
-from ..parallel.data import DataEngine
 from ..policy import Policy, dtype_name
 from ..rewrite.records import Record
 from ..rewrite.verify import deep_by_default
@@ -43,7 +42,10 @@ from .update import apply_update
 from .whole import WholeStep
 from .window import Batch, Window, multiply_, rng_state
 
-#: the window that a model's gradients belong to; the step owns it, and it may lead back to the model
+if TYPE_CHECKING:
+    from ..parallel.data import DataEngine
+
+#: the window that a model's gradients belong to; weak, as the step owns it and it may refer back to the model
 _WAITING: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Window]] = weakref.WeakKeyDictionary()
 
 
@@ -108,7 +110,7 @@ class TrainStep:
     def __call__(self, inputs: Any, targets: Any = None) -> StepResult:
         args, kwargs = call_arguments(inputs)
         if torch.is_inference_mode_enabled():
-            raise ArgumentError("A training step was called under torch.inference_mode(): take it out of that region.")
+            raise ArgumentError("A training step was called under torch.inference_mode(): call it outside of that.")
         window = self._window
         self._owner.look()
         other = waiting() if (waiting := _WAITING.get(self.model)) is not None else None
@@ -173,8 +175,8 @@ class TrainStep:
         if self._pieces is None:
             if dispatch_mode() is not None:
                 raise ArgumentError(
-                    "A training step cannot be captured under a TorchDispatchMode (a FLOP counter, a debug mode): "
-                    "Dynamo compiles nothing there. Take the call out of it, or count with torch.profiler."
+                    "A training step cannot be captured under a TorchDispatchMode (a FLOP counter, a debug mode), "
+                    "because Dynamo compiles nothing there. Call it outside of the mode, or count with torch.profiler."
                 )
             reason = needs_autograd(self._owner, (args, kwargs, targets), first=self._whole is None)
             if reason is None:
@@ -196,7 +198,7 @@ class TrainStep:
         return Captured(self._function(mark=True), self.model, options, self._state, backend, wide=_targets)
 
     def _start_pieces(self, reason: str, args: tuple[Any, ...], kwargs: Any, targets: Any) -> Answer:
-        """The model is not one graph; if the pieces run, it stays so."""
+        """Run a model that cannot be one graph in pieces; if that succeeds, later calls do the same."""
         state = State()
         backend = PieceBackend(self.model, self._options, state, self._probe)
         captured = Captured(self._function(mark=False), self.model, self._options, state, backend, wide=_targets)
@@ -210,7 +212,7 @@ class TrainStep:
                 raise
             raise CaptureError(
                 "The model differentiates a gradient (a gradient penalty, autograd.grad with create_graph=True), which "
-                "a compiled graph cannot: keep your own loop for it, with torch.autocast and a DynamicLossScaler."
+                "a compiled graph cannot do: use your own training loop with torch.autocast and a DynamicLossScaler."
             ) from error
         self._pieces, self._state = pieces, state
         state.leave(
@@ -220,7 +222,8 @@ class TrainStep:
         return found
 
     def _function(self, *, mark: bool) -> Callable[..., Any]:
-        """What is captured: the loss of one batch, what came with it, and the model's output if it is wanted."""
+        """Return the function to capture: it computes the loss of one batch, what comes with it, and the model's output
+        if ``return_output`` is set."""
         model, loss_fn, return_output = self.model, self.loss_fn, self._return_output
 
         def loss_of(args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> Any:
@@ -231,12 +234,12 @@ class TrainStep:
                 loss = torch.ops.amp.loss(loss)
             return loss, extra, output if return_output else None
 
-        return with_own_code(loss_of)  # Dynamo remembers changing sizes by it
+        return with_own_code(loss_of)  # Dynamo remembers changing sizes per code object
 
     def _update(self, loss: Tensor) -> StepResult:
         window = self._window
         norm = self._norm()
-        if window.found is not None and window.size > 1:  # a sum may have been changed by hand since it was looked at
+        if window.found is not None and window.size > 1:  # user code may have changed a sum since it was checked
             window.found = torch.maximum(window.found, norm.isfinite().logical_not().to(window.found.dtype))
         result = self._result(loss, norm, updated=True)
         window.done = 0  # whatever happens below, the next batch begins a new update
@@ -276,7 +279,7 @@ class TrainStep:
 
     @property
     def policy(self) -> Policy:
-        """The ``Policy`` in force."""
+        """The ``Policy`` that is used."""
         return self._options.policy
 
     @property
@@ -356,7 +359,7 @@ class TrainStep:
         return Run(self._owner, self.scaler, self._window, self._device, self.policy)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainStep:
-        """A step of its own: copies of model, optimizer and scaler, captured anew at its first call."""
+        """Return an independent step with copies of model, optimizer and scaler, captured again at its first call."""
         parts = (self.model, self.loss_fn, self.optimizer, self.scaler)
         model, loss_fn, optimizer, scaler = copy.deepcopy(parts, memo)
         own = (self.accumulate_steps, self.max_grad_norm, self._return_output)
@@ -379,5 +382,5 @@ class TrainStep:
 
 
 def _targets(args: Any, kwargs: Any, targets: Any) -> Any:
-    """What counts as wide of the arguments of a captured step."""
+    """Return those arguments of a captured step that count as wide values: the targets."""
     return targets

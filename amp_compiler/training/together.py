@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..parallel.agreement import fingerprint
-from ..parallel.data import DataEngine
 from ..policy import Policy
 from .owner import Owner
 from .scaler_base import LossScaler
+
+if TYPE_CHECKING:
+    from ..parallel.data import DataEngine
 
 
 def start_together(
     engine: DataEngine, owner: Owner, policy: Policy, scaler: LossScaler | None, accumulate_steps: int, max_norm: Any
 ) -> None:
     """Compare what every process was given, then take over the parameters and buffers of the first one."""
+    from ..parallel.agreement import fingerprint
+
     trained, state = owner.named_trained(), owner.state()
     tensors = {**trained, **state}
     described = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in tensors.items()]

@@ -1,4 +1,4 @@
-"""Take an optimizer's step, or leave it if a gradient was not finite."""
+"""Take an optimizer's step, or skip it if a gradient was not finite."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ def apply_update(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[Any, bool | None]:
-    """(what ``optimizer.step(*args, **kwargs)`` returned, was the step taken?), ``None`` for "the host cannot know".
+    """Take the step or skip it; return what ``optimizer.step(*args, **kwargs)`` returned and whether the step was taken
+    (None if the host doesn't know).
 
     ``found`` is an fp32 tensor of one element: 1.0 if a gradient is not finite, else 0.0. A fused optimizer reads it on
-    its device, without a host sync. For any other the host reads it, once, and leaves ``step`` out or calls it. A step
-    that is left out changes neither parameters nor what the optimizer will do later. ``grad_scale`` says that the
-    gradients are still multiplied by it; ``None``: they are not.
+    its device, without a host sync. For any other, the host reads it once and calls ``step`` or doesn't. A skipped step
+    changes neither the parameters nor the optimizer's state. ``grad_scale`` is the factor that the gradients are still
+    multiplied by; None if they are unscaled.
     """
     kwargs = kwargs or {}
     if not takes_found_inf(optimizer):
@@ -43,7 +44,7 @@ def apply_update(
         if found.item():
             return _left_out(optimizer)
         taken = True
-    preset = getattr(optimizer, "grad_scale", None)  # a user may have put a divisor of his own here
+    preset = getattr(optimizer, "grad_scale", None)  # a user may have set a divisor here
     if preset is not None and grad_scale is not None:
         grad_scale = grad_scale * preset
     target: Any = optimizer
@@ -57,10 +58,10 @@ def apply_update(
 
 
 def takes_found_inf(optimizer: Optimizer) -> bool:
-    """Does ``optimizer.step`` itself leave the step out where its attribute ``found_inf`` says so?
+    """True if ``optimizer.step`` reads the attribute ``found_inf`` and skips the step itself.
 
-    A wrapper that only passes attribute reads on does not, nor an optimizer with one group that is not fused, nor
-    one that wants the scaler as an argument, as Apex's do.
+    False for a wrapper that only forwards attribute reads, for an optimizer with a group that isn't fused, and for one
+    that takes the scaler as an argument, as Apex's optimizers do.
     """
     if not (_TAKES_FLAG in vars(optimizer) or hasattr(type(optimizer), _TAKES_FLAG)):
         return False
@@ -72,12 +73,12 @@ def takes_found_inf(optimizer: Optimizer) -> bool:
 
 
 def gradients(optimizer: Optimizer) -> list[Tensor]:
-    """The gradients of all its parameters that have one."""
+    """Return the gradients of all its parameters that have one."""
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
 def inverse(scale: Tensor) -> Tensor:
-    """1 / scale, rounded once; torch's CPU and CUDA kernels multiply by it."""
+    """Return 1 / scale, rounded once; torch's CPU and CUDA kernels multiply by it."""
     return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
 
 
@@ -87,18 +88,18 @@ def _wants_scaler(step: Callable[..., Any]) -> bool:
 
 
 def _left_out(optimizer: Optimizer) -> tuple[None, bool]:
-    # torch 2.13: a learning-rate scheduler's first step warns that it came before the optimizer's unless this is set,
-    # which its wrapper of ``optimizer.step`` does. Here the loop did call the two in order.
+    # torch 2.13: a learning-rate scheduler wraps ``optimizer.step`` to set this, and warns at its own first step if it
+    # isn't set. A loop whose step is skipped here did call the two in the right order.
     target: Any = optimizer
     target._opt_called = True
     return None, False
 
 
 def _start_momentum(optimizer: Optimizer) -> bool:
-    """Make a skipped first step of fused SGD safe; False where only a look at the flag can.
+    """Make a skipped first step of fused SGD safe; return False if the host must read the flag instead.
 
-    torch 2.13 gives the first step uninitialised momentum buffers to fill, and keeps them when that step is skipped.
-    A buffer of zeros makes the first update the same: 0 · momentum + (1 - dampening) · gradient, if dampening is 0.
+    torch 2.13 passes uninitialised momentum buffers to the first step to fill, and keeps them even if that step is
+    skipped. Buffers of zeros give the same first update, 0 · momentum + (1 - dampening) · gradient, if dampening is 0.
     """
     if not isinstance(optimizer, torch.optim.SGD):
         return True

@@ -1,13 +1,13 @@
 """A training step as one graph: model, loss, backward, loss scaling and the choice between old and new state.
 
-Dynamo captures ``loss(model(inputs), targets)`` and guards it; the backend makes the joint graph and gives Dynamo a
-callable that runs all of it at once. Dynamo gets the loss back; the gradients go into the window.
+Dynamo captures ``loss(model(inputs), targets)`` and guards it; the backend builds the joint graph and returns to Dynamo
+a callable that runs all of it at once. The callable returns the loss; the gradients go into the window.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -18,7 +18,6 @@ from ..capture.effects import assigned_attributes, input_sources
 from ..common.errors import CaptureError
 from ..common.torch_names import foreach_copy_, no_autocast, pytree
 from ..inspect.report import cast_totals, graph_rows, kernel_counts
-from ..parallel.data import DataEngine
 from ..passes import order
 from ..rewrite.base import Context
 from ..runtime.backend import Backend
@@ -30,12 +29,15 @@ from .probe import Probe
 from .results import check_loss
 from .window import Window
 
-#: where the arguments of a step's captured function come from, as Dynamo writes it: all else is the model's own
+if TYPE_CHECKING:
+    from ..parallel.data import DataEngine
+
+#: the sources, as Dynamo writes them, of the arguments of a step's captured function; all other inputs are the model's
 _GIVEN = ("L['args']", "L['kwargs']", "L['targets']")
 
 
 class WholeStep(Backend):
-    """Makes one callable of each graph that Dynamo captures: it runs forward and backward and fills the window."""
+    """Turns each graph that Dynamo captures into a callable that runs forward and backward and fills the window."""
 
     def __init__(
         self, owner: Owner, options: Options, state: State, window: Window, probe: Probe, engine: DataEngine | None
@@ -60,7 +62,7 @@ class WholeStep(Backend):
         own = {i for i, source in enumerate(sources) if not source.startswith(_GIVEN)}
         known = {id(tensor): name for name, tensor in self.owner.buffers().items()}
         names = [known.get(id(given), source) for given, source in zip(example_inputs, sources, strict=True)]
-        forward = ir.copy_graph(graph)  # AOTAutograd changes what it is given: outputs are detached there
+        forward = ir.copy_graph(graph)  # AOTAutograd changes its input: it detaches outputs
         backend = resolve_backend(self.options.backend, example_inputs)
         joint = joint_graph(forward, example_inputs, own, decompositions_for(backend))
         places = [n for n in graph.graph.nodes if n.op == "placeholder"]
@@ -94,7 +96,7 @@ class WholeStep(Backend):
         return call
 
     def _variants(self) -> tuple[bool, ...]:
-        """Which joint graphs are needed, by whether they reduce gradients: that of the last micro-batch does."""
+        """Return which joint graphs are needed, by whether they reduce gradients: that of the last micro-batch does."""
         if self.engine is None:
             return (False,)
         return (False, True) if self.window.size > 1 else (True,)
@@ -125,8 +127,8 @@ class Variant(NamedTuple):
 
 
 def _own_gradients(joint: fx.GraphModule) -> None:
-    """Where no unscale makes new tensors of them: a gradient must share memory with nothing else, as the next
-    micro-batch is added to it in place."""
+    """Clone gradients that share memory with something else, as the next micro-batch is added to them in place. Needed
+    only where no unscaling makes new tensors of them."""
     graph = joint.graph
     last = next(iter(reversed(graph.nodes)))
     results: list[Any] = list(pytree.tree_leaves(last.args[0]))
@@ -154,7 +156,7 @@ def _output(graph: fx.GraphModule, index: int) -> Any:
 
 
 class StepGraph:
-    """Runs a joint graph: gathers what its inputs' roles ask for, hands its outputs on by theirs."""
+    """Runs a joint graph: collects its inputs and distributes its outputs according to their roles."""
 
     def __init__(
         self,
@@ -198,7 +200,7 @@ class StepGraph:
             for index in self.restored if window.size > 1 else ():
                 if self.names[index] not in window.saved:
                     window.saved[self.names[index]] = args[index].clone()
-            window.hold(self.attributes)  # Dynamo assigns to them when this has returned
+            window.hold(self.attributes)  # Dynamo assigns to them after this has returned
             return self._hand_on(args, results)
 
     def _value(self, role: ir.Role, args: Sequence[Any], low: Any) -> Any:
@@ -245,7 +247,7 @@ class StepGraph:
 
 
 class LowCopies:
-    """The low copies of the weights, made once an update; a weight that was changed since is noticed."""
+    """The low-precision copies of the weights, made once per update, and again if a weight has changed since."""
 
     def __init__(self, make: Callable[..., Any], indices: Sequence[int]) -> None:
         self.make, self.indices = make, indices
@@ -256,7 +258,7 @@ class LowCopies:
         sources = [args[index] for index in self.indices]
         now = (number, [(s._version, s.data_ptr()) for s in sources])
         if now != self.made_for:
-            self.copies = ()  # the old ones go before the new ones come
+            self.copies = ()  # free the old ones before making new ones
             self.copies = self.make(*sources)
             self.made_for = now
         return self.copies

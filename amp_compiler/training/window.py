@@ -1,4 +1,4 @@
-"""The window of one update: the micro-batches whose gradients add up, and what a skipped update must put back."""
+"""The window of one update: the micro-batches whose gradients are summed, and what a skipped update must restore."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Batch:
     targets: Any
     rng: list[Tensor]
     number: int  # in its window, from 0
-    before: Tensor | None  # the window's flag when it came
-    found: Tensor | None = None  # and when it was done
+    before: Tensor | None  # the window's overflow flag before this batch
+    found: Tensor | None = None  # and after it
     loss_finite: Tensor = field(default_factory=lambda: torch.ones((), dtype=torch.bool))
     versions: list[int] = field(default_factory=list)
 
@@ -34,19 +34,19 @@ class Batch:
         return [t for t in pytree.tree_leaves((self.args, self.kwargs, self.targets)) if isinstance(t, Tensor)]
 
     def overflowed(self) -> bool:
-        """Was it this one that was not finite?"""
+        """True if this batch was the first in its window whose gradients were not finite."""
         return self.found is not None and self.before is not None and bool(self.found) and not bool(self.before)
 
     def lost(self) -> bool:
-        """Was its loss not finite?"""
+        """True if its loss was not finite."""
         return not bool(self.loss_finite)
 
     def changed(self) -> bool:
-        """Were its tensors written to since it came?"""
+        """True if its tensors were written to since it was passed in."""
         return self.versions != [t._version for t in self._tensors()]
 
     def copy(self) -> tuple[Any, Any, Any]:
-        """Its contents to run once more; the model may write to them."""
+        """Return a copy to run once more, which the model may write to."""
 
         def own(value: Any) -> Any:
             return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
@@ -67,27 +67,27 @@ class Held:
 
 @dataclass
 class Window:
-    """Everything between two updates. ``size``: micro-batches an update."""
+    """The state between two updates. ``size``: micro-batches per update."""
 
     size: int
     device: torch.device
     number: int = 0  # of the update
     done: int = 0  # micro-batches so far
     scale: Tensor | None = None  # None: no loss scaling
-    found: Tensor | None = None
-    #: values before the window of the model's tensors that are written to, by name
+    found: Tensor | None = None  # the overflow flag: not 0 if a gradient so far was not finite
+    #: the values before the window of those tensors of the model that are written to, by name
     saved: dict[str, Tensor] = field(default_factory=dict)
-    #: attributes that hold another tensor now and then
+    #: attributes that the model may rebind
     held: dict[tuple[int, str], Held] = field(default_factory=dict)
     batches: list[Batch] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.adding = False  # in place, into the sums
+        self.adding = False  # the batch in progress adds to the sums in place
         self.no_overflow = torch.zeros(1, device=self.device)  # never written to
 
     @contextlib.contextmanager
     def batch(self, scale: Tensor | None) -> Iterator[None]:
-        """Around one micro-batch. The first begins a new window; one that fails leaves all as it was."""
+        """Enclose one micro-batch. The first begins a new window; one that fails leaves everything as it was."""
         before = {name: value for name, value in self.__dict__.items() if name != "adding"}
         if self.done == 0:
             self.number += 1
@@ -106,12 +106,12 @@ class Window:
         self.done += 1
 
     def release(self, parameters: Iterable[Tensor]) -> None:
-        """Let go of the gradients of the last update, before the first batch of the next makes new ones."""
+        """Free the gradients of the last update, before the first batch of the next one makes new ones."""
         for parameter in parameters:
             parameter.grad = None
 
     def begin_sums(self, parameters: Sequence[Tensor]) -> None:
-        """A gradient to add to for each of the parameters that has none."""
+        """Give a gradient of zeros to each of the parameters that has none, for batches to add to."""
         self.adding = bool(parameters)
         new = [p for p in parameters if p.grad is None]
         for parameter in new:
@@ -120,7 +120,7 @@ class Window:
             foreach_zero_([p.grad for p in new if p.grad is not None])
 
     def add(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Take over the gradients of one micro-batch, unscaled."""
+        """Add the unscaled gradients of one micro-batch to ``.grad``."""
         sums: list[Tensor] = []
         parts: list[Tensor] = []
         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -135,7 +135,7 @@ class Window:
             foreach_add_(sums, parts)
 
     def hold(self, attributes: Iterable[tuple[dict[str, Any], str]]) -> None:
-        """Remember what attributes hold that a micro-batch may assign to."""
+        """Remember the values of attributes that a micro-batch may assign to."""
         for holder, key in attributes:
             if (id(holder), key) not in self.held:
                 tensor = holder.get(key)
@@ -157,7 +157,7 @@ class Window:
         self._put_back_attributes()
 
     def skipped(self) -> Tensor | None:
-        """A bool: was a gradient of this window not finite?"""
+        """Return a bool tensor, True if a gradient of this window was not finite; None without loss scaling."""
         return None if self.found is None else self.found.ne(0).view(())
 
     def _put_back_attributes(self) -> None:
@@ -169,12 +169,12 @@ class Window:
             old, new = held.value, held.holder.get(held.key)
             if isinstance(old, Tensor) and isinstance(new, Tensor) and (old.shape, old.dtype) == (new.shape, new.dtype):
                 held.holder[held.key] = torch.where(bad, old, new).detach()
-            elif bool(bad):  # another shape: only the host can choose
+            elif bool(bad):  # a different shape or type: only the host can choose
                 held.holder[held.key] = old
 
 
 def _like(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """With the parameter's strides, as autograd would leave it: torch's fused optimizers go by memory."""
+    """Return the gradient with the parameter's strides, as autograd would: torch's fused optimizers rely on them."""
     dense = gradient.layout is torch.strided and parameter.layout is torch.strided
     if not dense or gradient.stride() == parameter.stride():
         return gradient
@@ -182,7 +182,7 @@ def _like(gradient: Tensor, parameter: Tensor) -> Tensor:
 
 
 def multiply_(tensors: Sequence[Tensor], factor: Any) -> None:
-    """All of them times a number, in place, sparse ones too."""
+    """Multiply all tensors by a number in place, including sparse ones."""
     dense = [t for t in tensors if t.layout is torch.strided]
     if dense:
         foreach_mul_(dense, factor)
@@ -192,7 +192,7 @@ def multiply_(tensors: Sequence[Tensor], factor: Any) -> None:
 
 
 def rng_state(device: torch.device) -> list[Tensor]:
-    """The state of the generators that a batch can draw from."""
+    """Return the state of the random generators that a batch can draw from."""
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))

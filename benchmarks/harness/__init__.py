@@ -1,6 +1,6 @@
-"""How benchmarks measure: nothing here knows a network, a script or a claim.
+"""The measuring code of the benchmarks, independent of networks, scripts and claims.
 
-A benchmark measures the peer in the same run, in turns with ours, and divides samples of the same round.
+A benchmark runs the baselines interleaved with ours, in the same run, and divides samples of the same round.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a step does, counted: the same on every machine and in every run."""
+"""Counts of what a step does, which are the same on every machine and in every run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from amp_compiler.inspect.profile import count_all
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Of one run: ops dispatched; casts written to memory and their bytes; conversions inside of kernels of ours;
+    """The counts of one run: ops dispatched; casts written to memory and their bytes; conversions inside our kernels;
     floating-point operations of products with fp16 or bf16 operands and of all others.
 
-    Kernels that Inductor generated are no ops, and what is fused into them is not seen."""
+    Kernels that Inductor generated aren't ops, and what is fused into them is not counted."""
 
     ops: int
     casts: int
@@ -28,7 +28,7 @@ class Counts:
 
 
 def count(step: Callable[[], object]) -> Counts:
-    """Run `step` and count; it should be warm."""
+    """Run `step` and count. It should have run before."""
     found = count_all(step)
     low = sum(number for dtype, number in found.flops.items() if dtype.itemsize < 4)
     casts, ops = found.casts, sum(found.ops.values())

@@ -20,10 +20,10 @@ class Growth:
 
 
 def fit(sizes: Sequence[float], values: Sequence[float], constant: bool = False) -> Growth:
-    """The power law nearest to the values: 1 is linear growth.
+    """Fit a power law to the values; an exponent of 1 is linear growth.
 
-    `constant`: with a part, not negative, that does not grow. Without it such a part makes the exponent look smaller
-    than it is. Three sizes at least are needed for it, two otherwise. Distances are relative: a large value weighs as
+    `constant`: with a non-negative part that does not grow. Without it, such a part makes the exponent look smaller
+    than it is. It needs at least three sizes, otherwise two are enough. Distances are relative: a large value weighs as
     much as a small one.
 
     >>> fit([2, 4, 8], [6, 12, 24]).exponent
@@ -41,7 +41,7 @@ def fit(sizes: Sequence[float], values: Sequence[float], constant: bool = False)
 
 
 def _straight(pairs: Sequence[tuple[float, float]]) -> Growth:
-    """A line through the logarithms."""
+    """Fit a line through the logarithms."""
     points = [(math.log(size), math.log(value)) for size, value in pairs]
     x_mean = math.fsum(x for x, _ in points) / len(points)
     y_mean = math.fsum(y for _, y in points) / len(points)
@@ -50,7 +50,7 @@ def _straight(pairs: Sequence[tuple[float, float]]) -> Growth:
 
 
 def _with_constant(pairs: Sequence[tuple[float, float]]) -> Growth:
-    """For each exponent the best constant and factor are a linear problem; the exponent is searched."""
+    """Search for the exponent; for each one, the best constant and factor are a linear problem."""
     largest = max(size for size, _ in pairs)
 
     def solve(exponent: float) -> tuple[float, Growth]:
@@ -85,7 +85,7 @@ def _bb(a: float, b: float) -> float:
 
 
 def _lowest(of: Callable[[float], float], low: float, high: float) -> float:
-    """Where a function with one valley is lowest."""
+    """Return the minimum of a function that has only one."""
     while high - low > 1e-9:
         left, right = low + (high - low) / 3, high - (high - low) / 3
         if of(left) < of(right):

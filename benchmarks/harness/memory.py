@@ -19,11 +19,11 @@ _MEASURED = "measured step"  # a mark in the profiler's record
 
 
 def peak_bytes(step: Callable[[], object], rest: Callable[[], object] = lambda: None) -> int:
-    """The most bytes that a step holds at one time, beyond what was there before this call.
+    """Return the most bytes that a step holds at one time, in addition to what was allocated before this call.
 
-    The step runs twice, with `rest` in between, and the second run is measured: what the first one left behind counts.
-    A free counts only if its memory was taken here. (Of older memory the profiler sees some frees and not others, and
-    torch warns once.) It is torch's own memory, without what oneDNN and MKL take for themselves.
+    The step runs twice, with `rest` in between, and the second run is measured; what the first one left behind counts.
+    A free counts only if its memory was allocated here. (The profiler sees only some frees of older memory, and torch
+    warns once.) It is torch's own memory, without the allocations of oneDNN and MKL.
 
     >>> held = [torch.empty(1 << 18)]
     >>> def step():
@@ -40,7 +40,7 @@ def peak_bytes(step: Callable[[], object], rest: Callable[[], object] = lambda: 
     assert profile.profiler is not None
     assert profile.profiler.kineto_results is not None
     events = profile.profiler.kineto_results.experimental_event_tree()
-    for event in events:  # grows: a walk over the whole tree
+    for event in events:  # the list grows: this visits the whole tree
         events.extend(event.children)
     events.sort(key=lambda event: event.start_time_ns)
     live: dict[int, int] = {}
@@ -60,7 +60,7 @@ def peak_bytes(step: Callable[[], object], rest: Callable[[], object] = lambda: 
 
 
 def resident(field: str) -> int:
-    """A line of the process's own record, in bytes: VmRSS is now, VmHWM the most so far."""
+    """Return a field of /proc/self/status in bytes: VmRSS is the current memory, VmHWM the highest so far."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) * 1024
@@ -68,13 +68,13 @@ def resident(field: str) -> int:
 
 
 def peak_resident(run: Callable[[], object]) -> int:
-    """How far the process's memory rises above what it has now while `run` runs (Linux).
+    """Return how far the process's memory rises above its current value while `run` runs (Linux).
 
-    It is what the system sees: with caches of allocators, compiled code, scratch memory of libraries. Use a fresh
-    process, see `in_fresh_process`: memory that was freed before is taken again without a rise.
+    It is what the system sees, including caches of allocators, compiled code and scratch memory of libraries. Use a
+    fresh process, see `in_fresh_process`: memory that was freed before is reused without a rise.
     """
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the highest memory so far is that of now
+    Path("/proc/self/clear_refs").write_text("5")  # reset the highest memory to the current one
     before = resident("VmRSS")
     run()
     return resident("VmHWM") - before
@@ -96,7 +96,8 @@ def in_fresh_process(script: str | Path, arguments: Sequence[str]) -> dict[str, 
 
 
 def saved_by_autograd(forward: Callable[[], object], model: nn.Module, batch: Iterable[Tensor]) -> int:
-    """Bytes of memory that autograd holds after `forward`: every piece once, without parameters, buffers and batch."""
+    """Return the bytes that autograd holds after `forward`, counting shared memory once, without parameters, buffers
+    and batch."""
     excluded = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), *batch)}
     held: dict[int, Tensor] = {}  # the tensors stay alive, so that no address is used twice
 
@@ -112,7 +113,7 @@ def saved_by_autograd(forward: Callable[[], object], model: nn.Module, batch: It
 
 
 def saved_in_graph(step: TrainStep) -> int:
-    """Bytes that the joint graph makes before the first use of the loss's gradient, and reads after it."""
+    """Return the bytes that the joint graph writes before the first use of the loss's gradient and reads after it."""
     if not step.joint_graphs:
         return 0
     graph = step.joint_graphs[0].graph
@@ -131,7 +132,7 @@ def saved_in_graph(step: TrainStep) -> int:
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """The node whose memory `node` shows: through views, and through getitem of them."""
+    """Return the node that owns the memory of `node`, through views and getitem."""
     while node.op == "call_function":
         if ir.is_getitem(node):
             source = node.all_input_nodes[0]

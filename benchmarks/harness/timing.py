@@ -1,4 +1,4 @@
-"""Times: taken in turns, shown with their spread, divided round by round."""
+"""Times: measured interleaved, shown with their spread, divided round by round."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 def interleave(cases: Mapping[Name, Callable[[], float]], rounds: int) -> dict[Name, list[float]]:
-    """Run every case `rounds` times in turns, each round starting with another one.
+    """Run every case `rounds` times, interleaved, each round starting with a different one.
 
-    A case measures itself and returns seconds, so that its preparation stays out of the time.
+    A case measures itself and returns seconds, so its preparation is not timed.
 
     >>> order = []
     >>> cases = {name: lambda name=name: order.append(name) or 1.0 for name in "ab"}
@@ -38,7 +38,7 @@ def interleave(cases: Mapping[Name, Callable[[], float]], rounds: int) -> dict[N
 
 @contextmanager
 def _collected() -> Iterator[None]:
-    """What is there now is not looked at again, so that a collection before each sample costs next to nothing."""
+    """Exempt all existing objects from garbage collection, so that a collection before each sample costs little."""
     gc.collect()
     was_frozen = gc.get_freeze_count() > 0
     gc.freeze()
@@ -50,10 +50,10 @@ def _collected() -> Iterator[None]:
 
 
 def sampled(run: Callable[[], object], seconds: float = 0.2, warm: bool = False) -> Callable[[], float]:
-    """A case for `interleave`: seconds a run, of as many runs as fill `seconds`; compiled and warm from the start.
+    """Return a case for `interleave`: seconds per run, over as many runs as fill `seconds`.
 
-    The first run may compile and is not timed; `warm`: it has run before, and there is none. What takes longer than
-    `seconds` then runs once more, not three times.
+    The first run may compile and is not timed; `warm`: it has run before, so there is no such run. A case that takes
+    longer than `seconds` then runs once more, not three times.
     """
     if not warm:
         run()
@@ -78,7 +78,7 @@ def sampled(run: Callable[[], object], seconds: float = 0.2, warm: bool = False)
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Samples in seconds: the middle one and the range. As text: milliseconds."""
+    """The median and the range of samples in seconds. As text: milliseconds."""
 
     median: float
     low: float
@@ -119,7 +119,7 @@ class Ratio:
 
     @property
     def differs(self) -> bool:
-        """Whether the interval leaves out 1."""
+        """True if the interval does not contain 1."""
         return not self.low <= 1.0 <= self.high
 
     def __str__(self) -> str:
@@ -151,7 +151,7 @@ def ratio(own: Sequence[float], peer: Sequence[float]) -> Ratio:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """The median, and between what it lies; see `ratio`."""
+    """Return the median and its interval; see `ratio`."""
     if not values:
         raise ValueError("no samples: a median needs at least one round")
     ordered, skipped = sorted(values), _skipped(len(values))
@@ -159,7 +159,7 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def _skipped(number: int, confidence: float = CONFIDENCE) -> int:
-    """How many of the sorted values lie outside of the median's interval, at each end.
+    """Return how many of the sorted values lie outside of the median's interval, at each end.
 
     The k-th smallest lies above the true median if fewer than k values fall below it: a binomial tail of fair coins.
     """

@@ -23,11 +23,11 @@ namespace amp {
 
 using at::Tensor;
 
-// Memory for operands while they are fp32, one piece a use and thread, kept from call to call: fresh memory costs more
-// than the conversion into it. What is larger than KEPT bytes goes back after the call.
+// Memory for operands while they are fp32, one buffer per use and thread, kept from call to call: new memory costs more
+// than the conversion into it. A buffer larger than KEPT bytes is freed after the call.
 constexpr int64_t KEPT = int64_t(1) << 26;
 
-// Bytes of all pieces of all threads.
+// Bytes of all buffers of all threads.
 inline std::atomic<int64_t>& scratch_bytes() {
   static std::atomic<int64_t> bytes{0};
   return bytes;
@@ -42,7 +42,7 @@ class Scratch {
   float* take(int64_t count) {
     const int64_t bytes = count * static_cast<int64_t>(sizeof(float)) + 64;
     if (bytes > size_) {
-      release();  // the old piece goes before the new one comes
+      release();  // free the old buffer before allocating the new one
       memory_.reset(new char[bytes]);
       size_ = bytes;
       scratch_bytes() += size_;
@@ -83,7 +83,7 @@ void rounded_stretch(const Tensor& x, int64_t start, int64_t n, float* to) {
   }
 }
 
-// x as a dense tensor of Low or fp32, its elements in the order of memory that x has.
+// x as a dense tensor of Low or fp32, with the memory layout of x.
 template <class Low>
 Tensor readable(const Tensor& x) {
   Tensor dense = x.is_non_overlapping_and_dense() ? x : x.contiguous();
@@ -91,7 +91,7 @@ Tensor readable(const Tensor& x) {
   return direct ? dense : dense.to(c10::CppTypeToScalarType<Low>::value);
 }
 
-// The values of x rounded to Low, as fp32, in the order of elements that x has in memory.
+// The values of x rounded to Low, as fp32, with the memory layout of x.
 template <class Low>
 Tensor rounded(Use use, const Tensor& x) {
   const Tensor dense = readable<Low>(x);
@@ -103,13 +103,13 @@ Tensor rounded(Use use, const Tensor& x) {
   return at::from_blob(to, dense.sizes(), dense.strides(), dense.options().dtype(at::kFloat));
 }
 
-// The product of blocks is oneDNN's, as torch exports it (torch 2.13: at::native::cpublas::brgemm, for AVX-512). It takes
-// packed blocks, so the rounding of an operand costs what packing it would cost anyway.
+// The product of blocks is oneDNN's, as torch exports it (torch 2.13: at::native::cpublas::brgemm, for AVX-512). It
+// needs packed blocks, so rounding an operand costs no more than packing it would.
 constexpr int64_t ROWS = 64, COLUMNS = 64;             // of a block
 constexpr int64_t HELD = int64_t(96) << 10;            // fp32 values of a that are packed at a time: in half an L2
 constexpr int64_t PACKED = (int64_t(1) << 23) / 4;     // fp32 values of b that are packed at a time
-constexpr int64_t LONGEST = 2048;                      // sums of more products overflow the cache a block at a time
-constexpr int64_t FEWEST = 32;                         // rows: for fewer, packing b costs more than it gives
+constexpr int64_t LONGEST = 2048;                      // for longer sums, a block does not fit the cache
+constexpr int64_t FEWEST = 32;                         // rows: for fewer, packing b costs more than it saves
 
 inline bool blocks_work() {
 #if AMP_LANES == 16
@@ -134,12 +134,12 @@ Matrix<T> matrix(const Tensor& x) {
   return {x.const_data_ptr<T>(), turned ? x.stride(-1) : x.stride(-2), turned};
 }
 
-// One product of a part of the rows, by one thread. As many rows as the cache holds are packed; then each block of columns
+// The product of some of the rows, in one thread. As many rows as fit the cache are packed; then each block of columns
 // is read once for all of them.
 template <class Low, class Out, class A>
 void multiply_rows(Matrix<A> a, const float* packed, const float* plus, Out* to, int64_t first, int64_t last, int64_t k,
                    int64_t n, int64_t from_column, int64_t to_column) {
-  const int64_t step = k + 16;  // rows a power of two apart would fall into the same lines of the cache
+  const int64_t step = k + 16;  // rows a power of two apart would map to the same cache lines
   const int64_t group = std::max<int64_t>(HELD / step / ROWS, 1) * ROWS;
   float* rows = scratch(LEFT).take(std::min(group, last - first) * step);
   alignas(64) float tile[ROWS * COLUMNS];
@@ -172,9 +172,9 @@ void pack_columns(Matrix<B> b, float* packed, int64_t k, int64_t from_column, in
   }
 }
 
-// A few rows times the columns of b that lie in memory one after the other, as a linear layer's weight does: each column
-// is read once, rounded in registers and multiplied with R rows. Nothing of b is written anywhere: this is what decoding
-// one token at a time waits for.
+// A few rows times the columns of b, each contiguous in memory as in a linear layer's weight: each column is read once,
+// rounded in registers and multiplied with R rows. No copy of b is written; decoding one token at a time spends most of
+// its time here.
 constexpr int64_t A_FEW = 16, AT_A_TIME = 4;
 
 template <class Low, class Out, class B, int R>
@@ -244,7 +244,7 @@ void multiply(Matrix<A> a, const Tensor& b, const float* plus, Out* to, int64_t 
   }
 }
 
-// x in Low or fp32, with elements side by side in one of the last two dimensions.
+// x in Low or fp32, with contiguous elements in one of the last two dimensions.
 template <class Low>
 Tensor in_lines(const Tensor& x) {
   const bool direct = x.scalar_type() == at::kFloat || x.scalar_type() == c10::CppTypeToScalarType<Low>::value;

@@ -1,5 +1,5 @@
-// The steps of an LSTM's layer, forward and backward: see ../lstm.py for what they mean. The rows of a batch do not meet,
-// so each thread takes some of them through all steps, and no thread waits for another.
+// The steps of an LSTM layer, forward and backward: see ../lstm.py for their definition. The rows of a batch are
+// independent, so each thread takes some of them through all steps, and no thread waits for another.
 #pragma once
 
 #include <bit>
@@ -9,11 +9,11 @@
 
 namespace amp {
 
-// Plain arithmetic that the compiler turns into vectors; a NaN stays one. Within 2 units in the last place (a test compares).
+// Plain arithmetic that the compiler vectorizes; NaN stays NaN. Within 2 units in the last place (a test checks it).
 inline float exponential(float x) {
   x = x < -87.0f ? -87.0f : x;
   x = x > 88.0f ? 88.0f : x;
-  const float shifted = x * 1.44269504f + 12582912.0f;  // the nearest whole number stands in the last bits
+  const float shifted = x * 1.44269504f + 12582912.0f;  // the nearest integer is in the last bits
   const float whole = shifted - 12582912.0f;
   const float rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
   float sum = 1.9875691500e-4f;
@@ -39,7 +39,7 @@ inline float tangent(float x) {
   return square < 0.390625f ? near : far;
 }
 
-// c = a @ b, or added to what is there; b is [k, n] in blocks of COLUMNS columns, one after the other.
+// c = a @ b, or c += a @ b; b is [k, n] in consecutive blocks of COLUMNS columns.
 class Blocks {
  public:
   explicit Blocks(const Tensor& b) : k_(b.size(0)), n_(b.size(1)), packed_(k_ * blocks(n_, COLUMNS) * COLUMNS) {
@@ -77,7 +77,7 @@ class Blocks {
   std::vector<float> packed_;
 };
 
-// A row of results to memory in their dtype, and back into `row` as they are there: what the next product reads.
+// Writes a row of results to memory in their dtype, and reads the rounded values back into `row` for the next product.
 template <class Out>
 void keep(float* row, Out* to, int64_t n) {
   finish<Out>(row, nullptr, to, n);
@@ -126,7 +126,7 @@ void lstm_forward(float* gates, const float* state, const float* cell, const Blo
   });
 }
 
-// `state` and `cell` are gradients of the last step's when this begins, and of the first step's when it ends.
+// At the start, `state` and `cell` are the gradients of the last step's values; at the end, those of the first step's.
 template <class Out>
 void lstm_backward(const Out* given, float* state, float* cell, const Out* gates, const float* cells, const float* first_cell,
                    const Blocks& weight, Out* sums, int64_t length, int64_t batch, int64_t hidden, bool reverse) {

@@ -1,4 +1,4 @@
-// Lists of gradients: multiplied where they are, and checked for numbers that are not finite, in one pass.
+// Lists of gradients: multiplied in place and checked for non-finite numbers, in one pass.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,8 +17,8 @@ namespace amp {
 
 using at::Tensor;
 
-// Whether all of n values are finite; they are multiplied by `factor` on the way, if asked for. Infinity and NaN are the
-// numbers whose exponent has all its bits set, so the largest exponent tells.
+// True if all n values are finite; they are also multiplied by `factor`, if asked for. Infinity and NaN are the numbers
+// whose exponent has all its bits set, so the largest exponent decides.
 template <class T, bool MULTIPLY>
 bool stretch(T* x, int64_t n, float factor) {
   int64_t i = 0;
@@ -57,7 +57,7 @@ struct Piece {
   int64_t count;
 };
 
-// Tensors of one dtype, cut into pieces of like work for the threads.
+// Tensors of one dtype, cut into pieces of equal work for the threads.
 template <class T>
 std::vector<Piece> cut(at::TensorList tensors) {
   constexpr int64_t LENGTH = int64_t(1) << 16;
@@ -84,7 +84,7 @@ bool over(const std::vector<Tensor>& tensors, float factor) {
   return finite.load();
 }
 
-// What these kernels take, by dtype; the rest (other dtypes, devices and layouts) is left to torch.
+// The tensors that these kernels support, by dtype; the rest (other dtypes, devices and layouts) is left to torch.
 struct Sorted {
   std::vector<Tensor> floats, halves, bfloats, rest;
 
@@ -107,11 +107,11 @@ struct Sorted {
   }
 };
 
-// Multiplies each tensor where it is and sets `found` to 1 if one was not finite; returns the tensors not taken.
+// Multiplies each tensor in place and sets `found` to 1 if one was not finite; returns the unsupported tensors.
 inline std::vector<Tensor> unscale_cpu(at::TensorList tensors, const Tensor& found, const Tensor& factor) {
   at::AutoDispatchBelowADInplaceOrView below;
   Sorted sorted(tensors);
-  // read where it lies: item() would be an op of its own
+  // read directly: item() would dispatch an op
   const float by = factor.scalar_type() == at::kFloat ? *factor.const_data_ptr<float>() : factor.item<float>();
   if (!sorted.finite<true>(by)) found.fill_(1.0);
   for (const auto* group : {&sorted.floats, &sorted.halves, &sorted.bfloats}) {
@@ -122,7 +122,7 @@ inline std::vector<Tensor> unscale_cpu(at::TensorList tensors, const Tensor& fou
   return std::move(sorted.rest);
 }
 
-// Whether all are finite, and the tensors not looked at.
+// Whether all are finite, and the unsupported tensors.
 inline std::tuple<bool, std::vector<Tensor>> all_finite_cpu(at::TensorList tensors) {
   Sorted sorted(tensors);
   const bool finite = sorted.finite<false>(1.0f);
@@ -152,7 +152,7 @@ double squares(const T* x, int64_t n) {
 }
 
 // The 2-norm of all numbers of fp32 tensors, added up in fp64 in an order that does not depend on the threads; and the
-// tensors that are not in it.
+// unsupported tensors.
 inline std::tuple<double, std::vector<Tensor>> norm_cpu(at::TensorList tensors) {
   Sorted sorted(tensors);
   for (const auto* group : {&sorted.halves, &sorted.bfloats}) {

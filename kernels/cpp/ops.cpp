@@ -1,5 +1,5 @@
-// The CPU's kernels, compiled: see ../build.py for how and when, ../cast_matmul.py, ../unscale.py and
-// ../lstm.py for what they mean.
+// The compiled CPU kernels: see ../build.py for how and when they are compiled, and ../cast_matmul.py, ../unscale.py
+// and ../lstm.py for their definitions.
 #include <torch/library.h>
 
 #include "cast_matmul.h"

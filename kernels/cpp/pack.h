@@ -1,11 +1,11 @@
-// Blocks of a matrix, rounded to Low and written as fp32 rows, also where they lie in memory as columns.
+// Packs blocks of a matrix, rounded to Low, as fp32 rows, even if they are columns in memory.
 #pragma once
 
 #include "rounding.h"
 
 namespace amp {
 
-// A matrix in memory: element (r, c) is data[r * stride + c], or data[c * stride + r] where it is turned.
+// A matrix in memory: element (r, c) is data[r * stride + c], or data[c * stride + r] if it is transposed.
 template <class T>
 struct Matrix {
   const T* data;
@@ -34,7 +34,7 @@ inline Floats load_rounded(const Low* from) {
 #endif
 
 #if AMP_LANES == 16
-// Sixteen columns of sixteen elements become sixteen rows: pairs, then fours, then eights, then halves change places.
+// Transposes 16 x 16 elements: pairs, then fours, then eights, then halves are exchanged.
 template <class Low, class T>
 inline void turn(const T* from, int64_t stride, float* to, int64_t step) {
   Floats a[16], b[16];
@@ -65,7 +65,7 @@ inline void turn(const T* from, int64_t stride, float* to, int64_t step) {
 }
 #endif
 
-// rows x columns elements from (row, column) on, to `to`, whose rows are `step` apart.
+// Packs rows x columns elements, starting at (row, column), to `to`, whose rows are `step` apart.
 template <class Low, class T>
 void pack(Matrix<T> x, int64_t row, int64_t column, int64_t rows, int64_t columns, float* to, int64_t step) {
   if (!x.turned) {

@@ -1,7 +1,8 @@
-// Stretches of memory between fp32 and a low dtype, as wide as the CPU's registers. The library is built on the machine
-// that runs it, for that machine or for the CPU that AMP_CPU_CAPABILITY names: what the compiler says it may use is there.
+// Converts memory between fp32 and a low-precision dtype, with vectors as wide as the CPU's registers. The library is
+// built on the machine that runs it, for its CPU or for the one that AMP_CPU_CAPABILITY names, so the instruction sets
+// that the compiler may use exist.
 //
-// Rounding is to the nearest, ties to even, and a NaN stays one: bit for bit as torch's own casts (a test compares).
+// Rounding is to nearest, ties to even, and NaN stays NaN: bit-identical to torch's own casts (a test checks it).
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -23,7 +24,7 @@
 
 namespace amp {
 
-constexpr int64_t GRAIN = 1 << 14;  // elements that are worth a thread
+constexpr int64_t GRAIN = 1 << 14;  // the fewest elements that are worth a thread
 
 #if AMP_LANES == 16
 using Floats = __m512;
@@ -34,7 +35,7 @@ inline Floats multiply_add(Floats x, Floats y, Floats z) { return _mm512_fmadd_p
 inline Floats zeros() { return _mm512_setzero_ps(); }
 inline float total(Floats x) { return _mm512_reduce_add_ps(x); }
 
-// The bits of a bf16 number, in the upper half of each lane; the lower half holds rubbish.
+// The bits of a bf16 number, in the upper half of each lane; the lower half is undefined.
 inline __m512i bf16_bits(Floats x) {
   const __m512i bits = _mm512_castps_si512(x);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -134,7 +135,7 @@ void finish(const float* from, const float* plus, Out* to, int64_t n) {
   for (; i < n; ++i) to[i] = static_cast<Out>(plus ? from[i] + plus[i] : from[i]);
 }
 
-// Conversions of whole tensors to memory of their own, since the library was loaded; `count_casts` tells them.
+// Conversions of whole tensors to memory of their own since the library was loaded, for `count_casts`.
 struct Conversions {
   std::atomic<int64_t> number{0}, bytes{0};
   void add(int64_t written) {

@@ -1,5 +1,5 @@
-// An ATen op on low tensors, computed in fp32: low arguments are widened, and each result is rounded once. One function
-// for every such op: it sees arguments and results as a stack, and finds the ATen op by its own name.
+// Runs an ATen op on low-precision tensors in fp32: low arguments are widened, and each result is rounded once. One
+// function serves all such ops: it gets arguments and results as a stack, and finds the ATen op by its own name.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -15,7 +15,7 @@
 
 namespace amp {
 
-// amp::wide_x stands for aten::x, or aten::_x.
+// amp::wide_x replaces aten::x, or aten::_x.
 inline const c10::OperatorHandle& narrow_form(const std::string& name) {
   static std::unordered_map<std::string, c10::OperatorHandle> known;
   static std::mutex mutex;

@@ -1,4 +1,4 @@
-"""What the author asked for: values cast to fp32 by hand, all that is computed with them, and values of no origin."""
+"""Values that the author cast to fp32, what is computed with them, and values that come from constants only."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from amp_compiler.policy import Rule
 
 
 class Asked:
-    """``asked``: values that the author cast to fp32, or that were computed with such. ``neutral``: floats made of
-    integers, or by the model's code itself. ``constants``: nodes whose values are known."""
+    """``asked``: values that the author cast to fp32, or that were computed with such values. ``neutral``: floats made
+    from integers, or created by the model's code. ``constants``: nodes whose values are known."""
 
     def __init__(self, constants: Container[fx.Node]) -> None:
         self.constants = constants
@@ -22,11 +22,11 @@ class Asked:
         self.neutral: set[fx.Node] = set()
 
     def restart(self) -> None:
-        """Forget what a walk has noted."""
+        """Forget what a walk has recorded."""
         self.asked, self.neutral = {}, set()
 
     def note(self, node: fx.Node, known: Decision) -> None:
-        """Spread what the author asked for to the result of a node."""
+        """Record whether the result of a node was computed with values that the author cast."""
         if node in self.constants and known.precision not in ir.LOW_DTYPES:
             self.neutral.add(node)
         if node.op != "call_function" or torch.float32 not in known.out:
@@ -45,7 +45,7 @@ class Asked:
             self.neutral.add(node)
 
     def among(self, floats: Sequence[tuple[str, fx.Node]], *, whole: bool) -> Because | None:
-        """Which of ``floats`` the author cast to fp32; with ``whole``, only if none is otherwise."""
+        """Return which of ``floats`` the author cast to fp32; with ``whole``, only if all of them were."""
         found = [self.asked[a] for _, a in floats if a in self.asked]
         if not found or (whole and any(a not in self.asked and a not in self.neutral for _, a in floats)):
             return None

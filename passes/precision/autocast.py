@@ -1,4 +1,4 @@
-"""The rule of ``Policy.torch``: the lists and rules of ``torch.autocast``, list for list."""
+"""The rule of ``Policy.torch``: exactly the lists and rules of ``torch.autocast``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _USERS_LISTS = (Rule.WHITE_LIST, Rule.BLACK_LIST)
 
 
 def like_autocast(at: At) -> Decision | None:
-    """Under ``Policy.torch`` autocast's lists decide on everything that the rules above leave."""
+    """Under ``Policy.torch``, autocast's lists decide everything that the rules above leave open."""
     device = at.policy.autocast_device
     if device is None:
         return None

@@ -1,4 +1,4 @@
-"""The rule for higher-order ops: the nodes of their bodies are decided too, and know what their inputs carry."""
+"""The rule for higher-order ops: the nodes of their bodies are decided too, with what is known about their inputs."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from amp_compiler.policy import Rule
 
 from .state import At, State
 
-#: higher-order ops whose body simply runs here: position of the body among the arguments
+#: higher-order ops whose body simply runs in place: the position of the body among the arguments
 TRANSPARENT = {"tag_activation_checkpoint": 0, "wrap_with_set_grad_enabled": 1}
 AUTOGRAD_FUNCTION = "autograd_function_apply"
-#: higher-order ops that give results of their body to it again: position of the values among the arguments
+#: higher-order ops that pass results of their body to it again: the position of these values among the arguments
 LOOPS = {"while_loop": 2, "scan": 1}
 
 
 def higher_order(at: At) -> Decision | None:
-    """A node that holds graphs: they are decided one by one. It keeps its own dtypes, unless its body simply runs."""
+    """Decide the graphs inside a node, one by one. The node keeps its own dtypes, unless its body simply runs."""
     if not ir.is_higher_order(at.node):
         return None
     name, node, state = at.name.removeprefix("higher_order::"), at.node, at.state
@@ -48,7 +48,7 @@ def higher_order(at: At) -> Decision | None:
 
 
 def _autograd_function(at: At, bodies: list[fx.GraphModule]) -> Decision:
-    """A custom autograd function keeps its dtypes; under ``Policy.torch`` its forward is as autocast would run it."""
+    """A custom autograd function keeps its dtypes; under ``Policy.torch`` its forward runs as under autocast."""
     node, state = at.node, at.state
     if len(bodies) == 2 and state.like_autocast and not state.native:
         forward, backward = bodies
@@ -68,7 +68,7 @@ def _autograd_function(at: At, bodies: list[fx.GraphModule]) -> Decision:
 
 
 def _again(at: At, body: fx.GraphModule, carried: int) -> None:
-    """The body of a loop, whose first results are its first inputs in the next round: wide ones are wide there."""
+    """Decide the body of a loop again if its first results, which are its first inputs in the next round, are wide."""
     places = [n for n in body.graph.nodes if n.op == "placeholder"]
     wide: dict[fx.Node, str] = {}
     while True:
@@ -81,7 +81,7 @@ def _again(at: At, body: fx.GraphModule, carried: int) -> None:
 
 
 def _inside(at: At, body: fx.GraphModule, *, native: bool, wide: Mapping[fx.Node, str] | None = None) -> State:
-    """The state of a graph inside a node; it knows which of its inputs carry constants and which are wide."""
+    """Return the state of a graph inside a node, including which of its inputs carry constants and which are wide."""
     pairs, carried = list(ir.operands(at.node, body)), at.state.carried.held
     held = {place: carried[given] for place, given in pairs if given in carried}
     given_wide = {place: why for place, given in pairs if (why := why_wide(given))}
@@ -89,7 +89,8 @@ def _inside(at: At, body: fx.GraphModule, *, native: bool, wide: Mapping[fx.Node
 
 
 def _together(wide: Sequence[tuple[str, ...]], number: int) -> tuple[str, ...]:
-    """Each result of a higher-order op is wide if one of its bodies makes it so; ``wide``: of each body's results."""
+    """Return, for each result of a higher-order op, why it is wide: one of its bodies makes it so. ``wide``: the
+    same for each body's results."""
     alike = [given[:number] for given in wide if len(given) >= number]
     found = tuple(next(filter(None, whys), "") for whys in zip(*alike, strict=True))
     return found if any(found) else ()

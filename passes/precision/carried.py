@@ -1,9 +1,9 @@
-"""Constants of the model's code that a low dtype cannot hold, and the values that carry them.
+"""Constants of the model's code that a low-precision dtype cannot represent, and the values that carry them.
 
-Such constants are what the code computes without any input, and scalars that an op in fp32 puts into its result. They
-go through ops that move or select values. One that is too large also goes through arithmetic (a mask added to scores);
-one that is too small does not (the sum of an eps and something else is no eps), but its reciprocal is too large for the
-op that takes it.
+Such constants are values that the code computes without any input, and scalars that an fp32 op puts into its result.
+They pass through ops that move or select values. One that is too large also passes through arithmetic (a mask added to
+scores). One that is too small does not (an eps plus something else is not an eps), but its reciprocal is too large for
+the op that divides by it.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from amp_compiler.rewrite.base import Context
 from .limits import Limits
 from .places import low_dtypes
 
-#: KEEP ops that hand on the values they get
+#: KEEP ops that pass on the values of their inputs
 MOVES = ("lift_fresh_copy", "lift_fresh", "detach_", "to", "_to_copy", "type_as")
 
 
 class Misfit(NamedTuple):
-    """A constant that a dtype cannot hold, and the value that carries it, if it is no number of the op itself."""
+    """A constant that a dtype cannot represent, and the value that carries it, unless it is an argument of the op."""
 
     value: float
     causes: tuple[str, ...] = ()
 
 
 class Carried:
-    """Which values of a graph carry such constants. ``given``: those of its inputs that do."""
+    """Records which values of a graph carry such constants. ``given``: the inputs that do."""
 
     def __init__(
         self, gm: fx.GraphModule, ctx: Context, aliases: ir.Aliases, limits: Limits, given: Mapping[fx.Node, Held]
@@ -54,17 +54,17 @@ class Carried:
         self.values = constants.evaluate(gm, aliases.written, limits.of) if looks else {}
 
     def restart(self) -> None:
-        """Forget what a walk has noted."""
+        """Forget what a walk has recorded."""
         self.held = dict(self.given)
 
     def scalars(self, node: fx.Node, creation: bool = False) -> list[float]:
-        """The numbers of an op; one that is the limit of its dtype counts as the low dtype's."""
+        """Return the numbers of an op; the limit of a dtype counts as the limit of the low-precision dtype."""
         return constants.scalars(node, creation, self.limits.of(node))
 
     def misfit(
         self, node: fx.Node, dtype: torch.dtype, floats: Sequence[tuple[str, fx.Node]], cls: OpClass | None = None
     ) -> Misfit | None:
-        """A constant among the arguments, or carried by one of them, that ``dtype`` cannot hold."""
+        """Return a constant, among the arguments or carried by one of them, that ``dtype`` cannot represent."""
         for value in self.scalars(node):
             if not constants.fits(value, dtype):
                 return Misfit(value)
@@ -73,12 +73,12 @@ class Carried:
             if held is None or held.survives(dtype):
                 continue
             if cls is OpClass.LOW and held.placed and abs(held.value) < 1:
-                continue  # a product does not care for an eps that was added to its operand
+                continue  # an eps that was added to an operand does not matter to a product
             return Misfit(held.value, (arg.name,))
         return None
 
     def note(self, node: fx.Node, known: Decision) -> None:
-        """Note whether the result of a node carries a constant, so that no later op rounds it to inf or 0."""
+        """Record whether the result of a node carries a constant, so that no later op rounds it to inf or 0."""
         if self.like_autocast or known.precision in ir.LOW_DTYPES:
             return
         name, made = ir.op_name(node), known.rule is Rule.CREATION
@@ -105,11 +105,11 @@ class Carried:
         lost = [h for h in held if not all(h.survives(low) for low in self.lows)]
         if lost:
             self.held[node] = max(lost, key=lambda h: abs(h.value))
-            if in_place:  # what was written into is read by its own name
+            if in_place:  # later readers use the name of the tensor that was written to
                 self.held.update(dict.fromkeys(self.aliases.shared_with(node), self.held[node]))
 
     def look_ahead(self) -> None:
-        """Note where ops that only move values take constants, before anything is decided."""
+        """Record where ops that only move values carry constants, before anything is decided."""
         for node in self.gm.graph.nodes:
             if node in self.values:
                 self._hold(node, constants.hardest(self.values[node]))
@@ -124,7 +124,7 @@ class Carried:
 
 
 def held_by_weights(gm: fx.GraphModule, ctx: Context) -> dict[fx.Node, Held]:
-    """Weights that the low dtype cannot hold: in a conversion their values are known. Each matters to its readers."""
+    """Return the weights that the low-precision dtype cannot represent, whose values are known in a conversion."""
     policies = [policy for policy in policies_in(gm, ctx.policy) if policy.rewrites]
     if ctx.weights is None or not policies:
         return {}

@@ -1,4 +1,4 @@
-"""Rules for what is left to the policy: the op's class at the level, unless a constant does not fit the low dtype."""
+"""Rules for what is left to the policy: the op's class at the level, unless a constant does not fit low precision."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOOKUPS = ("embedding", "index_select", "index")
 
 
 def by_place(at: At) -> Decision | None:
-    """A region, ``set_precision`` or a module rule says a dtype: that dtype. Ops that move values follow theirs."""
+    """A region, ``set_precision`` or a module rule sets the dtype. Ops that move values follow their input."""
     if at.forced is None:
         return None
     if at.cls is OpClass.EXACT:
@@ -38,7 +38,7 @@ def stored_low(at: At) -> Decision | None:
 
 
 def _is_stored_low(at: At) -> bool:
-    """True if all operands are parameters of a conversion that stores what it can in the low dtype."""
+    """True if all operands are parameters of a conversion that stores what it can in low precision."""
     weights = at.state.ctx.weights
     if weights is None or not weights.store_low or not at.policy.level_row.low_model:
         return False
@@ -52,7 +52,7 @@ def moves_values(at: At) -> Decision | None:
 
 
 def conditional(at: At) -> Decision | None:
-    """A conditional rule of the policy applies to the op's arguments: fp32."""
+    """An op with arguments that a conditional rule of the policy names is fp32."""
     named = ir.all_args(at.node)
     rule = at.policy.condition_for(at.name, named)
     if rule is None:
@@ -62,23 +62,24 @@ def conditional(at: At) -> Decision | None:
 
 
 def reads_wide(at: At) -> Decision | None:
-    """An op that reads a value which an fp32 op made, or that makes one number of many, is fp32 (``ir/wide.py``)."""
+    """An op that reads the result of an fp32 op, or that reduces many numbers to one, is fp32 (``ir/wide.py``)."""
     if at.wide is None or at.returns_non_float or at.cls is OpClass.FP32:
         return None
     return decisions.cast(at.node, F32, at.wide.reason, Rule.WIDE, at.choice, causes=at.wide.causes)
 
 
 def from_constants(at: At) -> Decision | None:
-    """What is computed from constants alone is fp32 until it meets another value."""
+    """What is computed from constants alone is fp32 until it is combined with another value."""
     if at.returns_non_float or at.choice.rule is not Rule.TABLE or not at.state.asked.are_neutral(at.operands):
         return None
-    reason = "computed from constants alone: fp32 until it meets another value"
+    reason = "computed from constants alone: fp32 until it is combined with another value"
     return decisions.cast(at.node, F32, reason, Rule.NEUTRAL, at.choice)
 
 
 def by_level(at: At) -> Decision:
-    """The level's treatment of the op's class; the user's own lists win over it. An op that returns something else than
-    floats (a comparison, an argmax) takes the widest of its inputs at every level: rounding could only change that."""
+    """The level's treatment of the op's class; the user's own lists take precedence. An op that returns something other
+    than floats (a comparison, an argmax) runs in the widest dtype of its inputs at every level: rounding them could
+    only change its result."""
     treatment, choice, level = _treatment(at), at.choice, at.policy.level
     if treatment.asks_for_low:
         if at.cls is OpClass.FP32:
@@ -106,7 +107,7 @@ def _treatment(at: At) -> Treatment:
 
 
 def _low_outside(at: At) -> Decision | None:
-    """Low in and out, where torch's kernel computes in fp32 by itself and what it reads is low already."""
+    """Low in and out, if torch's kernel computes in fp32 by itself and its inputs are low already."""
     row, first = at.choice.row, at.operands[0][1]
     if row is None or not row.fp32_inside or ir.dtype_of(first) != at.low or at.wide is not None:
         return None
@@ -126,14 +127,14 @@ def _exact(at: At) -> Decision:
 
 
 def _same(at: At, dtype: torch.dtype) -> tuple[str, ...]:
-    """The operand that an op took its precision from: the first of that dtype, or else the first."""
+    """Return the operand that an op takes its precision from: the first of that dtype, or else the first."""
     given = [a for _, a in at.operands]
     found = next((a for a in given if ir.dtype_of(a) == dtype), given[0] if given else None)
     return (found.name,) if found is not None else ()
 
 
 def _checked(at: At, dtype: torch.dtype, reason: str, rule: Rule, causes: tuple[str, ...] = ()) -> Decision:
-    """``dtype``, unless it is low and torch has no kernel for it, or a constant among the arguments does not fit."""
+    """Decide on ``dtype``, unless it is low and torch has no kernel for it, or a constant of the op does not fit."""
     row, node, choice = at.choice.row, at.node, at.choice
     if dtype in ir.LOW_DTYPES:
         if row is not None and row.fp32_only:
@@ -147,7 +148,7 @@ def _checked(at: At, dtype: torch.dtype, reason: str, rule: Rule, causes: tuple[
             message = f"{at.name}: {row.banned} At {where or node.name}."
             raise BannedOpError(message, node=node.name, source=where, hint=row.banned)
         if ir.has_integer_operand(node) and any(map(ir.is_eligible, ir.tensor_outputs(node))):
-            told = "computes with integers, which the low dtype may not represent: kept in fp32"
+            told = "computes with integers, which low precision may not represent: kept in fp32"
             return decisions.cast(node, F32, told, Rule.CONSTANT, choice)
         misfit = at.state.carried.misfit(node, dtype, at.operands, choice.cls)
         if misfit is not None:
@@ -162,8 +163,8 @@ def _is_empty(node: fx.Node) -> bool:
 
 
 def _strides_fit(floats: Sequence[tuple[str, fx.Node]], dtype: torch.dtype, stride_bytes: int) -> bool:
-    """True if, in ``dtype``, all strides of the matrices in ``floats`` but those of 1 are multiples of
-    ``stride_bytes``; a stride that only the run will tell is taken not to be."""
+    """True if, in ``dtype``, all strides of the matrices in ``floats`` except those of 1 are multiples of
+    ``stride_bytes``; a stride that is only known at run time counts as not a multiple."""
     values = [v for _, a in floats if stride_bytes and (v := ir.tensor_of(a)) is not None and v.dim() > 1]
     strides = [s for v in values for s in v.stride() if type(s) is not int or s != 1]
     if not strides:

@@ -1,4 +1,4 @@
-"""Rules for what the model's own code says: its casts, its ``dtype=`` arguments, the tensors that it makes."""
+"""Rules for what the model's own code says: its casts, its ``dtype=`` arguments, the tensors that it creates."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from amp_compiler.policy.ops.row import OpClass
 
 from .state import At
 
-#: ops that make a tensor of one value, in a dtype that they name
+#: ops that create a tensor of one value, in a dtype that they name
 FILLS = ("zeros", "ones", "full", "empty", "eye", "scalar_tensor", "empty_strided")
 
 
 def selected(at: At) -> Decision | None:
-    """A node that takes one output of another gives what that gives there."""
+    """A node that selects one output of another has the precision of that output."""
     return decisions.selected(at.node) if ir.is_getitem(at.node) else None
 
 
 def author_cast(at: At) -> Decision | None:
-    """A cast of the model's code is honoured as it stands; one that followed another tensor's dtype, as in
+    """A cast in the model's code is honoured as it is; one that followed another tensor's dtype, as in
     ``x.to(y.dtype)`` (see ``mark_dtype_origin``), follows the precision assigned here."""
     if not ir.is_conversion(at.node):
         return None
@@ -37,7 +37,7 @@ def author_cast(at: At) -> Decision | None:
     dtype, source = _followed(at), node.args[0]
     held = state.carried.held.get(source) if isinstance(source, fx.Node) else None
     if held is not None and not held.survives(dtype) and not state.like_autocast:
-        reason = f"holds the constant {held.value:g}, which {dtype_name(dtype)} cannot represent: stays in fp32"
+        reason = f"carries the constant {held.value:g}, which {dtype_name(dtype)} cannot represent: stays in fp32"
         causes = (source.name,) if isinstance(source, fx.Node) else ()
         return Decision(Mode.NATIVE, torch.float32, reason, Rule.AUTHOR, out=(torch.float32,), causes=causes)
     reason = f"a cast to the dtype of another value, which is {dtype_name(dtype)}"
@@ -49,8 +49,9 @@ def _cause(known: ir.Origin) -> tuple[str, ...]:
 
 
 def _followed(at: At) -> torch.dtype:
-    """The dtype that ``x.to(y.dtype)`` stands for: the low one where the model counts as low, else that of ``y``. Where
-    it is not known which tensor was asked, the dtype in which ``x`` left the low path (``x.float()`` … and back)."""
+    """Return the dtype that ``x.to(y.dtype)`` stands for: the low one where the model counts as low, else that of
+    ``y``. If it is not known which tensor was asked, the dtype that ``x`` had before it was last widened
+    (``x.float()`` … and back)."""
     source, known = at.node.args[0], ir.origin(at.node)
     assert isinstance(source, fx.Node)
     assert known is not None
@@ -58,7 +59,7 @@ def _followed(at: At) -> torch.dtype:
     if at.state.like_autocast and asked is not None:
         return asked
     if value is None or not (ir.is_eligible(value) or value.dtype is torch.bool):
-        return torch.float32  # integers: the low dtype may not hold them
+        return torch.float32  # integers, which low precision may not represent
     if at.forced is not None and at.forced.whole:
         return at.forced.dtype
     if at.is_in_low_model:
@@ -71,7 +72,7 @@ def _followed(at: At) -> torch.dtype:
 
 
 def _low_border(node: fx.Node) -> Iterator[fx.Node]:
-    """The nearest values at or before ``node`` that are low in the twin."""
+    """Yield the nearest values at or before ``node`` that are low in the twin."""
     seen, todo = set(), [node]
     while todo:
         node = todo.pop()
@@ -86,18 +87,19 @@ def _low_border(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def creation(at: At) -> Decision | None:
-    """An op that makes a float tensor keeps its dtype; one made in the dtype of another value is low where that is."""
+    """An op that creates a float tensor keeps its dtype; if it asked another value for its dtype, it is low where that
+    is."""
     if at.floats or not any(v is not None and v.dtype.is_floating_point for v in ir.tensor_outputs(at.node)):
         return None
     known, low, state = ir.origin(at.node), at.low_here, at.state
     if known is not None and known.follows and at.name in FILLS:
         asked = state.dtype_asked(known.of)
         if state.like_autocast and asked in ir.LOW_DTYPES:
-            reason = f"made in the dtype of {known.of}"
+            reason = f"created in the dtype of {known.of}"
             return _created(asked, reason, known)
         if at.is_in_low_model and state.fits_into(at.node, low):
-            return _created(low, f"made in the dtype of another value, which is {dtype_name(low)}", known)
-    return decisions.as_it_comes(at.node, "makes a tensor in the dtype that the model's code gives it", Rule.CREATION)
+            return _created(low, f"created in the dtype of another value, which is {dtype_name(low)}", known)
+    return decisions.as_it_comes(at.node, "creates a tensor in the dtype that the model's code gives it", Rule.CREATION)
 
 
 def _created(dtype: torch.dtype | None, reason: str, known: ir.Origin) -> Decision:
@@ -113,7 +115,7 @@ def explicit_dtype(at: At) -> Decision | None:
 
 
 def unsure(at: At) -> Decision | None:
-    """The code takes another way in the low dtype, as the twin trace shows: fp32."""
+    """If the code takes a different path in low precision, as the twin trace shows, the op is fp32."""
     known = ir.origin(at.node)
     if known is None or not known.unsure:
         return None
@@ -121,8 +123,8 @@ def unsure(at: At) -> Decision | None:
 
 
 def asked_for_fp32(at: At) -> Decision | None:
-    """The author cast what it computes with to fp32: fp32, where the level would make it low. A white-listed op only if
-    that is true of all its operands; the user's own lists win."""
+    """An op on values that the author cast to fp32 is fp32, where the level would make it low; a white-listed op only
+    if that is true of all its operands. The user's own lists take precedence."""
     asked = at.state.asked.among(at.operands, whole=at.cls is OpClass.LOW)
     if asked is None or at.choice.rule in (Rule.WHITE_LIST, Rule.BLACK_LIST):
         return None

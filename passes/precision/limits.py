@@ -1,7 +1,8 @@
 """Numbers that are the limit of a dtype, such as ``torch.finfo(x.dtype).min``.
 
-Such a number becomes the low dtype's own limit where its op is low, or where it would otherwise turn into an inf or a 0
-further on. Where all that computes with it turns out to be fp32, the fp32 limit is right, and the walk begins again.
+Such a number becomes the limit of the low-precision dtype where its op is low, or where it would otherwise turn into
+inf or 0 later. If everything that computes with it turns out to be fp32, the fp32 limit is right, and the walk starts
+again.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ from .places import low_at
 
 
 class Limits:
-    """The limits among the numbers of one graph. ``kept``: nodes whose numbers stay what they were in fp32."""
+    """The limits among the numbers of one graph. ``kept``: nodes whose numbers stay as they were in fp32."""
 
     def __init__(self, ctx: Context, by_name: Mapping[str, fx.Node], kept: frozenset[fx.Node]) -> None:
         self.ctx, self.by_name, self.kept = ctx, by_name, kept
         self.like_autocast = ctx.policy.autocast_device is not None
 
     def of(self, node: fx.Node) -> dict[str, float]:
-        """Numbers of an op that are the low dtype's limits instead of fp32's."""
+        """Return the numbers of an op that become limits of the low-precision dtype instead of fp32's."""
         known = ir.origin(node) if not self.like_autocast and node not in self.kept else None
         return self._in_low(node, known.numbers) if known is not None else {}
 
     def _in_low(self, node: fx.Node, numbers: Sequence[tuple[str, float]]) -> dict[str, float]:
-        """Limits of the dtype that the twin was traced in, as limits of the one that is low at this node."""
+        """Return limits of the twin's dtype as limits of the dtype that is low at this node."""
         low = low_at(node, self.ctx) if numbers else torch.float32
         if low not in ir.LOW_DTYPES:
             return dict(numbers)
         return {name: constants.limit_in(value, self.ctx.policy.low, low) for name, value in numbers}
 
     def applied(self, node: fx.Node, new: Decision) -> Decision:
-        """The decision with numbers that follow the op's precision, or the low dtype's range where that matters."""
+        """Return the decision with numbers that follow the op's precision, or the low-precision range if it matters."""
         known, policy = ir.origin(node), policy_at(node, self.ctx.policy)
         untouched = not policy.rewrites or node in self.kept
         if known is None or not known.numbers or untouched or low_at(node, self.ctx) not in ir.LOW_DTYPES:
@@ -64,8 +65,8 @@ class Limits:
 
 
 def kept_in_fp32(gm: fx.GraphModule) -> frozenset[fx.Node]:
-    """Nodes whose number became the low dtype's limit, while all that computes with it turned out to be fp32: there the
-    fp32 limit is right (a row that is masked whole has equal weights only with the limit itself)."""
+    """Return the nodes whose number became the low-precision limit, but everything that computes with it turned out to
+    be fp32: there the fp32 limit is right (a fully masked row has equal weights only with the exact limit)."""
     found = set()
     for node in gm.graph.nodes:
         known = ir.decision(node)

@@ -1,4 +1,4 @@
-"""What the place of a node asks for: a region in the model's code, ``set_precision``, or a module rule."""
+"""The precision that the place of a node asks for: a region in the model's code, ``set_precision`` or a module rule."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Forced(NamedTuple):
 
 
 def forced_dtype(node: fx.Node, ctx: Context) -> Forced | None:
-    """What a region or a module rule says of a node; the innermost wins."""
+    """Return what a region or a module rule asks for at a node; the innermost wins."""
     region = node.meta.get(ir.REGION)
     depth = region.depth if isinstance(region, Region) else 0
     paths = ir.module_chain(node)
@@ -51,7 +51,8 @@ def _of_region(region: Region) -> Forced:
 
 
 def _module_rule(node: fx.Node, path: str, policy: Policy) -> tuple[str, torch.dtype] | None:
-    """The rule for a module around a node; the rules of a part that was compiled by itself come first there."""
+    """Return the rule for a module around a node; inside a part that was compiled by itself, its own rules come
+    first."""
     part = node.meta.get(ir.NESTED)
     if isinstance(part, Nested) and part.policy.modules and (inside := part.relative(path)) is not None:
         rule = part.policy.module_rule(inside)
@@ -61,13 +62,13 @@ def _module_rule(node: fx.Node, path: str, policy: Policy) -> tuple[str, torch.d
 
 
 def low_at(node: fx.Node, ctx: Context) -> torch.dtype:
-    """The dtype that counts as low at the place of a node; fp32 in an fp32 region."""
+    """Return the dtype that counts as low at a node; fp32 in an fp32 region."""
     forced = forced_dtype(node, ctx)
     return forced.dtype if forced is not None else policy_at(node, ctx.policy).low
 
 
 def low_dtypes(gm: fx.GraphModule, ctx: Context) -> tuple[torch.dtype, ...]:
-    """Every low dtype that some part of a graph may run in."""
+    """Return every low-precision dtype that some part of a graph may run in."""
     found = set(ctx.module_precision.values())
     for policy in policies_in(gm, ctx.policy):
         found |= {policy.low, *(precision_dtype(name) for _, name in policy.modules)}

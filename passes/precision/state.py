@@ -1,4 +1,5 @@
-"""What is known while the nodes of a graph are decided: of the whole graph (``State``), and of one node (``At``)."""
+"""What is known while the nodes of a graph are decided: about the whole graph (``State``) and about one node (``At``).
+"""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ Dtypes = Sequence[torch.dtype | None]
 
 
 class State:
-    """One graph. ``native``: a body that no policy governs (the backward of a custom function). ``own_limits``: nodes
-    whose numbers stay what they were in fp32. ``carried`` and ``wide``: what is known of its inputs. ``enter``: decides
-    the nodes of a graph inside this one, of the given state, whose inputs have the given dtypes."""
+    """The state of one graph. ``native``: a body that no policy governs (the backward of a custom function).
+    ``own_limits``: nodes whose numbers stay as they were in fp32. ``carried`` and ``wide``: what is known about its
+    inputs. ``enter``: decides the nodes of a graph inside this one, with the given state and input dtypes."""
 
     def __init__(
         self, gm: fx.GraphModule, ctx: Context, enter: Callable[[State, Dtypes | None], None], *, native: bool = False,
@@ -47,25 +48,25 @@ class State:
         self.wide = WideRule(gm, ctx.policy, self.carried.values)
         #: nodes that must run in fp32 because of what is later written into their results
         self.needs_fp32: dict[fx.Node, Because] = {}
-        #: makers of low values into which this walk found a wide one written
+        #: nodes that create low values into which, as this walk found, a wide value is written
         self.takes_wide: dict[fx.Node, Because] = {}
 
     def restart(self) -> None:
-        """Forget what a walk has noted on the way."""
+        """Forget what a walk has recorded."""
         self.carried.restart()
         self.asked.restart()
 
     def dtype_asked(self, of: str) -> torch.dtype | None:
-        """The precision of the value that the model's code asked for its dtype, if it is known which it was."""
+        """Return the precision of the value whose dtype the model's code read, if it is known which one."""
         return ir.dtype_of(self.by_name[of]) if of in self.by_name else None
 
     def fits_into(self, node: fx.Node, low: torch.dtype) -> bool:
-        """True if an op that makes a tensor can make it in the low dtype."""
+        """True if an op that creates a tensor can create it in the low-precision dtype."""
         return node not in self.needs_fp32 and all(fits(v, low) for v in self.carried.scalars(node, creation=True))
 
 
 class At:
-    """One node of a graph, and what the rules ask about it."""
+    """One node of a graph, and what the rules need to know about it."""
 
     def __init__(self, node: fx.Node, state: State) -> None:
         self.node, self.state = node, state
@@ -74,7 +75,7 @@ class At:
 
     @cached_property
     def floats(self) -> list[tuple[str, fx.Node]]:
-        """(argument, node) of each float tensor whose precision may be changed."""
+        """(argument, node) for each float tensor whose precision may be changed."""
         return [(n, a) for n, a in ir.tensor_args(self.node) if ir.is_eligible(ir.tensor_of(a))]
 
     @cached_property
@@ -85,7 +86,7 @@ class At:
 
     @cached_property
     def choice(self) -> Choice:
-        """What the policy says of the op."""
+        """What the policy says about the op."""
         return self.policy.classify(self.name)
 
     @property
@@ -109,7 +110,7 @@ class At:
 
     @property
     def low(self) -> torch.dtype:
-        """The dtype in which a low op runs here; a region may have another one than the policy."""
+        """The dtype in which a low op runs here; a region's may differ from the policy's."""
         return self.forced.dtype if self.forced is not None and not self.forced.whole else self.policy.low
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Rules for ops that stay as they were traced: nothing to choose, or dtypes that are never changed."""
+"""Rules for ops that stay as they were traced: there is nothing to choose, or their dtypes are never changed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from amp_compiler.policy.ops.row import OpClass
 
 from .state import At
 
-#: ops that make a tensor of one value, in the dtype of their input
+#: ops that create a tensor of one value, in the dtype of their input
 LIKE_FILLS = ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty")
 _NEVER = (torch.float64, torch.complex64, torch.complex128)
 
@@ -25,7 +25,7 @@ def level_changes_nothing(at: At) -> Decision | None:
 
 
 def no_float(at: At) -> Decision | None:
-    """Nothing floating-point goes in."""
+    """An op without floating-point inputs stays as it is."""
     return None if at.floats else decisions.as_it_comes(at.node, "no floating-point input", Rule.NO_FLOAT)
 
 
@@ -38,7 +38,7 @@ def in_native_body(at: At) -> Decision | None:
 
 
 def never_changed(at: At) -> Decision | None:
-    """fp64 or complex among its inputs, a sparse one, or a complex result: the dtypes that it was traced with."""
+    """An op with an fp64, complex or sparse input, or a complex result, keeps the dtypes that it was traced with."""
     for _, arg in ir.tensor_args(at.node):
         value = ir.tensor_of(arg)
         if value is not None and (value.dtype in _NEVER or value.layout is not torch.strided):
@@ -47,20 +47,20 @@ def never_changed(at: At) -> Decision | None:
             return decisions.as_traced(at.node, reason, Rule.UNTOUCHED, causes=(arg.name,))
     results = pytree.tree_leaves(at.node.meta.get("val")) if at.cls not in (OpClass.FP32, OpClass.KEEP) else ()
     if any(isinstance(t, torch.Tensor) and t.dtype.is_complex for t in results):
-        # fp16 and a complex number make complex32, and bf16 complex64 or, since torch 2.15, bcomplex32
-        reason = "gives a complex result, which has no low-precision form"
+        # fp16 and a complex number give complex32, and bf16 complex64 or, since torch 2.15, bcomplex32
+        reason = "returns a complex result, which has no low-precision form"
         return decisions.as_traced(at.node, reason, Rule.UNTOUCHED)
     return None
 
 
 def kept_by_class(at: At) -> Decision | None:
-    """An op of class KEEP sees the dtypes that it was traced with; ``zeros_like`` and the like take their input's."""
+    """An op of class KEEP gets the dtypes that it was traced with; ``zeros_like`` and similar use their input's."""
     if at.cls is not OpClass.KEEP:
         return None
     if at.name not in LIKE_FILLS:
         return decisions.as_traced(at.node, at.choice.reason, at.choice.rule, at.choice)
     if at.state.fits_into(at.node, at.policy.low) and not at.names_dtype:
-        return decisions.as_it_comes(at.node, "makes a tensor like another, in its dtype", Rule.CREATION, at.choice)
+        return decisions.as_it_comes(at.node, "creates a tensor like another, in its dtype", Rule.CREATION, at.choice)
     return decisions.as_traced(at.node, at.choice.reason, Rule.CREATION, at.choice)
 
 
@@ -73,7 +73,7 @@ def sparse_gradient(at: At) -> Decision | None:
 
 
 def already_low(at: At) -> Decision | None:
-    """Everything in it is low already, by the model's own code."""
+    """An op whose inputs the model's own code made low stays low."""
     if not all(v.dtype in ir.LOW_DTYPES for _, a in at.operands if (v := ir.tensor_of(a)) is not None):
         return None
     reason = "in low precision already, by the model's own code"

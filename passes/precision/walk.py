@@ -1,4 +1,4 @@
-"""One walk over the nodes of a graph, from inputs to outputs: for each, the first rule that applies."""
+"""One walk over the nodes of a graph, from inputs to outputs; for each node the first rule that applies decides."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .untouched import (
 )
 from .writes import in_place, kept_between_calls, view_of_written, written_later
 
-#: the order; the folder's docstring shows it, and a test holds the two together
+#: in order; the package's docstring lists them, and a test checks that the two agree
 RULES = (
     selected, higher_order, author_cast, view_of_written, level_changes_nothing, creation, no_float, in_native_body,
     like_autocast, in_place, never_changed, kept_by_class, sparse_gradient, explicit_dtype, written_later, by_place,
@@ -40,7 +40,7 @@ RULES = (
 
 
 def assign(gm: fx.GraphModule, ctx: Context) -> bool:
-    """Write a decision on every node; True if one differs from what was there."""
+    """Write a decision on every node; True if one of them has changed."""
     before = {node: ir.decision(node) for _, inner in ir.all_graphs(gm) for node in inner.graph.nodes}
     held = held_by_weights(gm, ctx)
     _assign(State(gm, ctx, _assign, carried=held), None)
@@ -51,7 +51,7 @@ def assign(gm: fx.GraphModule, ctx: Context) -> bool:
 
 
 def _assign(state: State, inputs: Dtypes | None) -> None:
-    """Decide on all nodes of a graph; begin again while wide values turn out to be written into low ones."""
+    """Decide on all nodes of a graph; start again while wide values turn out to be written into low ones."""
     if not state.like_autocast:
         state.needs_fp32 = writes.makers_in_fp32(state)
     _walk(state, inputs)
@@ -84,7 +84,7 @@ def _walk(state: State, inputs: Dtypes | None) -> None:
 
 
 def decide(at: At) -> Decision:
-    """The decision of the first rule that applies."""
+    """Return the decision of the first rule that applies."""
     return next(found for rule in RULES if (found := rule(at)) is not None)
 
 

@@ -1,4 +1,4 @@
-"""Rules for values that are written to: by this op, later, through a view, or from one call to the next."""
+"""Rules for values that are written to: by this op, later, through a view, or between calls."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from amp_compiler.policy.ops.row import OpClass
 
 from .state import At, State
 
-#: views that mean another thing in another dtype
+#: views that mean something else in another dtype
 DTYPE_VIEWS = ("view.dtype", "view_as_complex", "view_as_real", "imag")
 #: in-place arithmetic that computes in the promoted dtype and rounds once into self
 NATIVE_INPLACE = ("add_", "sub_", "mul_", "div_", "copy_")
 
 
 def view_of_written(at: At) -> Decision | None:
-    """A view of a tensor that is written to keeps its dtype: a cast would be a copy, and the write lost."""
+    """A view of a tensor that is written to keeps its dtype: a cast would make a copy, and the write would be lost."""
     if at.state.like_autocast or not at.state.aliases.is_view(at.node):
         return None
     return decisions.as_it_comes(at.node, "a view of a tensor that is written to: keeps its dtype", Rule.VIEW)
@@ -47,7 +47,7 @@ def in_place(at: At) -> Decision | None:
 
 
 def written_later(at: At) -> Decision | None:
-    """Into its result something is written that the low dtype cannot hold: fp32."""
+    """An op is fp32 if something is later written into its result that low precision cannot represent."""
     why = at.state.needs_fp32.get(at.node)
     if why is None:
         return None
@@ -55,7 +55,7 @@ def written_later(at: At) -> Decision | None:
 
 
 def kept_between_calls(at: At) -> Decision | None:
-    """Its result is kept between calls, where rounding errors would add up: fp32."""
+    """An op whose result is kept between calls, where rounding errors would add up, is fp32."""
     if at.node not in at.state.kept_between_calls or at.cls is not OpClass.FOLLOW:
         return None
     reason = "its result is kept between calls, where rounding errors add up"
@@ -63,7 +63,7 @@ def kept_between_calls(at: At) -> Decision | None:
 
 
 def makers_in_fp32(state: State) -> dict[fx.Node, Because]:
-    """Nodes that must run in fp32 because of what is later written into their result, or through which view."""
+    """Return the nodes that must run in fp32 because of what is later written into their result, or through a view."""
     found: dict[fx.Node, Because] = {}
     aliases = state.aliases
     state.carried.look_ahead()
@@ -79,9 +79,9 @@ def makers_in_fp32(state: State) -> dict[fx.Node, Because]:
         elif misfit is not None:
             why = f"the constant {misfit.value:g}, written into its result, does not fit {dtype_name(low)}"
         elif aliases.is_view(node) and ir.is_conversion(node) and aliases.observes_alias(node):
-            why = f"{node.name} is one tensor with it, and one of the two is written to"
+            why = f"it shares memory with {node.name}, and one of the two is written to"
         elif aliases.is_view(node) and ir.overload_name(node) in DTYPE_VIEWS:
-            why = f"{node.name} looks at its bytes, and they are written to"
+            why = f"{node.name} reinterprets its bytes, and they are written to"
         if why:
             found[aliases.shared_with(node)[0]] = Because(why, (node.name,))
     state.carried.restart()
@@ -89,8 +89,8 @@ def makers_in_fp32(state: State) -> dict[fx.Node, Because]:
 
 
 def note_written(node: fx.Node, new: Decision, state: State) -> None:
-    """Where a wide value is written into another: what shares its memory is wide too. If it is low, it must be made in
-    fp32, unless a product made it: that stays low, as under autocast, and the write rounds."""
+    """Record a wide value that is written into another one: what shares memory with that is wide too. If it is low, it
+    must be created in fp32, unless a product computed it: that stays low, as under autocast, and the write rounds."""
     if not state.wide.applies or node not in state.aliases.written:
         return
     shared = state.aliases.shared_with(node)

@@ -20,9 +20,9 @@ WRONG = {
     "no attribute named": (["dump", "model.py"], "not a torch.export archive"),
     "neither": (["dump", "something"], "does not name a model: write package.module:attr"),
     "no model": (["dump", "model.py:number"], "is a int: a module, a class or a function"),
-    "arguments": (["dump", "model.py:needs"], "takes arguments (width)"),
+    "arguments": (["dump", "model.py:needs"], "needs arguments (width)"),
     "a factory that fails": (["dump", "model.py:fails"], "RuntimeError: no weights here"),
-    "no inputs": (["dump", "model.py:plain"], "needs example inputs: give --input"),
+    "no inputs": (["dump", "model.py:plain"], "needs example inputs: add --input"),
     "wrong input": (["dump", "model.py:plain", "-i", "2x5"], "cannot be called with these inputs: RuntimeError: "),
     "too many": (["dump", "model.py:plain", "-i", "2x16", "-i", "2"], "cannot be called with these inputs: TypeError"),
     "bad shape": (["dump", "model.py:plain", "-i", "2xq"], "is not SHAPE[:DTYPE[:BELOW]]"),
@@ -36,17 +36,17 @@ WRONG = {
     "no policy": (["dump", "model.py:make", "--policy", "no.toml"], "cannot be read"),
     "a difference as a picture": (["dump", "model.py:make", "--diff", "-f", "dot"], "A difference is text or json"),
     "a folder that is not there": (["dump", "model.py:make", "-o", "no/where.txt"], "cannot be written"),
-    "nothing to explain": (["explain", "model.py:make"], "Give --node NAME, --op OP or --module PATTERN"),
+    "nothing to explain": (["explain", "model.py:make"], "add --node NAME, --op OP or --module PATTERN"),
     "no such node": (["explain", "model.py:make", "--node", "linea"], "Did you mean 'linear"),
     "no such op": (["explain", "model.py:make", "--op", "conv2d"], "The graph has no op 'conv2d'; it has add"),
     "an op nearly": (["explain", "model.py:make", "--op", "softmx"], "Did you mean 'softmax'?"),
     "a module nearly": (["explain", "model.py:make", "--module", "blocks0.*"], "Did you mean 'blocks.0'?"),
     "two formats": (["dump", "model.py:make", "--json", "-f", "html"], "--json and --format html contradict"),
-    "two formats, one the default": (["dump", "model.py:make", "--json", "-f", "text"], "give one of them"),
+    "two formats, one the default": (["dump", "model.py:make", "--json", "-f", "text"], "pass only one of them"),
     "a summary as a picture": (["dump", "model.py:make", "--summary", "-f", "svg"], "--summary is the report of the"),
-    "where to": (["convert", "model.py:make"], "No output file: give -o"),
+    "where to": (["convert", "model.py:make"], "There is no output file"),
     "no folder": (["convert", "model.py:make", "-o", "no/where.pt2"], "there is no folder"),
-    "inputs of a file": (["dump", "any.pt2", "-i", "2"], "leave --input out"),
+    "inputs of a file": (["dump", "any.pt2", "-i", "2"], "omit --input"),
 }  # fmt: skip
 
 
@@ -95,8 +95,8 @@ def bad_files(folder: Path) -> dict[str, str]:
         for name, content in files.items():
             archive.writestr(name, content.replace(b"torch.ops.aten.linear.default", b"torch.os.system"))
     return {
-        "text": "not a torch.export archive", "empty": "not a torch.export archive", "zip": "zip.pt2", "cut": "cut off",
-        "evil": "evil.pt2 is refused",
+        "text": "not a torch.export archive", "empty": "not a torch.export archive", "zip": "zip.pt2",
+        "cut": "truncated", "evil": "evil.pt2 is refused",
     }  # fmt: skip
 
 
@@ -120,7 +120,7 @@ def test_a_converted_model_keeps_its_policy(run: Callable[..., Result], user_fol
     for option in (["--level", "O1"], ["--dtype", "bfloat16"], ["--fp32", "linear"]):
         done = run("dump", "low.pt2", *option)
         assert done.exit_code == 2
-        assert "has its policy in it (O2, float16)" in done.stderr
+        assert "contains its policy (O2, float16)" in done.stderr
 
 
 def test_export_that_fails_is_one_line(run: Callable[..., Result], user_folder: Path) -> None:

@@ -74,10 +74,10 @@ def test_a_symbolic_link_is_followed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "told", "hint"),
     [
-        ("", "it is a folder", "give the path of a file, such as m.pt2."),
-        ("folder", "it is a folder", "give the path of a file, such as m.pt2."),
+        ("", "it is a folder", "pass the path of a file, such as m.pt2."),
+        ("folder", "it is a folder", "pass the path of a file, such as m.pt2."),
         ("no/where.txt", "there is no folder", "create it first (mkdir -p "),
-        ("pipe", "it is a device or a pipe", "give the path of a file, such as m.pt2."),
+        ("pipe", "it is a device or a pipe", "pass the path of a file, such as m.pt2."),
     ],
 )
 def test_a_place_that_cannot_be_written_says_what_to_do(

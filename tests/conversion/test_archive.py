@@ -88,7 +88,7 @@ def test_a_crash_half_way_leaves_the_old_file(
     assert os.listdir(tmp_path) == ["model.pt2"]
 
 
-@pytest.mark.parametrize(("where", "told"), [("", "give the path of a file"), ("missing/model.pt2", "mkdir -p")])
+@pytest.mark.parametrize(("where", "told"), [("", "pass the path of a file"), ("missing/model.pt2", "mkdir -p")])
 def test_a_place_that_cannot_be_written(saved: Path, tmp_path: Path, where: str, told: str) -> None:
     with pytest.raises(ArchiveError, match=rf"(cannot be|could not be) written.*{told}"):
         load_converted(saved).save(tmp_path / where)
@@ -99,7 +99,7 @@ def test_files_of_other_kinds(saved: Path, tmp_path: Path) -> None:
         load_converted(tmp_path / "none.pt2")
     text = tmp_path / "text.pt2"
     text.write_text("not a model")
-    with pytest.raises(ArchiveError, match="not a converted model, or it is cut off"):
+    with pytest.raises(ArchiveError, match="not a converted model, or it is truncated"):
         load_converted(text)
     plain = tmp_path / "plain.pt2"
     torch.export.save(torch.export.export(nn.Linear(4, 2), (X,)), plain)
@@ -115,7 +115,7 @@ def test_a_file_that_is_cut_off(saved: Path, tmp_path: Path, part: float) -> Non
     data = saved.read_bytes()
     cut = tmp_path / "cut.pt2"
     cut.write_bytes(data[: int(len(data) * part)])
-    with pytest.raises(ArchiveError, match="cut off"):
+    with pytest.raises(ArchiveError, match="truncated"):
         load_converted(cut)
 
 

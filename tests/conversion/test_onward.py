@@ -52,7 +52,7 @@ def test_onnx(low: torch.dtype, tmp_path: Path) -> None:
 
 def test_a_place_for_onnx_that_cannot_be_written(tmp_path: Path) -> None:
     _, converted, _ = small(F16)
-    with pytest.raises(ArchiveError, match=r"give the path of a file, such as model\.onnx"):
+    with pytest.raises(ArchiveError, match=r"pass the path of a file, such as model\.onnx"):
         converted.to_onnx(tmp_path)
 
 

@@ -242,7 +242,7 @@ def test_both_sides_of_a_loop_agree() -> None:
 
 def test_op_on_two_lists_is_an_error() -> None:
     """TensorFlow: a contradiction is refused, not resolved silently. However the op is spelled."""
-    with pytest.raises(PolicyError, match=r"'linear' stands on two lists \(low and fp32\)"):
+    with pytest.raises(PolicyError, match=r"'linear' is on two lists \(low and fp32\)"):
         compiled(nn.Linear(2, 2), white_list=["linear"], black_list=[F.linear])
     with pytest.raises(PolicyError, match="two lists"):
         Policy().with_ops(low=["aten.exp"], follow=[torch.exp])

@@ -71,7 +71,7 @@ def test_a_mark_on_a_list_of_modules() -> None:
 @pytest.mark.parametrize(
     ("region", "said"),
     [
-        (lambda: precision("float32"), "leaves the function that holds it as plain Python"),
+        (lambda: precision("float32"), "runs the function that contains it as plain Python"),
         (lambda: torch.autocast("cpu", enabled=False), "graph break inside a torch.autocast region"),
     ],
     ids=["precision", "autocast"],
@@ -104,7 +104,7 @@ class Twice(nn.Module):
 def test_a_scope_around_a_graph_break_does_not_reuse_what_was_compiled_outside() -> None:
     model = Twice()
     fast = amp_compile(model, dtype=BF16, backend="eager")
-    with pytest.warns(AmpWarning, match="leaves the function that holds it as plain Python"):
+    with pytest.warns(AmpWarning, match="runs the function that contains it as plain Python"):
         low, full = fast(X)
     assert torch.equal(full, model.h(X))
     assert not torch.equal(low, full)

@@ -205,11 +205,11 @@ def add_one(module: nn.Module, args: Any, out: Tensor) -> Tensor:
 
 def test_torchscript_gets_a_clear_error() -> None:
     fast = compiled(Net())
-    with pytest.raises(ArgumentError, match=r"torch.jit.script cannot take.*convert_model"):
+    with pytest.raises(ArgumentError, match=r"torch.jit.script cannot script.*convert_model"):
         torch.jit.script(fast)
-    with pytest.raises(ArgumentError, match=r"torch.jit.script cannot take"):
+    with pytest.raises(ArgumentError, match=r"torch.jit.script cannot script"):
         torch.jit.script(nn.Sequential(fast))
-    with pytest.raises(ArgumentError, match=r"torch.jit.trace cannot take.*compiled.original"):
+    with pytest.raises(ArgumentError, match=r"torch.jit.trace cannot trace.*compiled.original"):
         torch.jit.trace(fast, (batch(),))
     fast.enabled = False
     assert torch.jit.trace(fast, (batch(),))(batch()).shape == (3, 4)

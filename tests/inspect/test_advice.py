@@ -42,7 +42,7 @@ def test_the_kernels_are_made_ready_before_anything_is_timed(monkeypatch: pytest
     monkeypatch.setenv(cpu.SETTING, "wide")
     monkeypatch.setattr(build, "prepare", lambda: done.append("prepare"))
     advice.look(done.append)
-    assert done[:2] == ["making the CPU's kernels ready", "prepare"]
+    assert done[:2] == ["compiling and loading the CPU kernels", "prepare"]
     assert sum("measuring" in text for text in done) >= 3
 
 

@@ -83,7 +83,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(build.CACHE, str(tmp_path / "file" / "cache"))
     fake_compiler(monkeypatch, tmp_path, GOOD)
-    with pytest.warns(UserWarning, match="could not be compiled.*Set AMP_CACHE_DIR to a folder that can be written"):
+    with pytest.warns(UserWarning, match="could not be compiled.*Set AMP_CACHE_DIR to a writable folder"):
         assert not build_again().loaded
 
 

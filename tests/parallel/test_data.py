@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from parallel.harness import results, value
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from amp_compiler import ArgumentError, DataParallel, compile_train_step
 
@@ -96,3 +100,37 @@ def test_what_is_not_a_way_to_train_together() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ArgumentError, match="parallel must be"):
         compile_train_step(model, torch.nn.functional.mse_loss, optimizer, parallel="data")  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A group of one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_model_that_is_wrapped_already_is_refused(alone: None) -> None:
+    inner = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
+    with pytest.raises(ArgumentError, match=r"wrapped in DistributedDataParallel.*\.module"):
+        compile_train_step(DDP(inner), torch.nn.functional.mse_loss, optimizer, parallel=DataParallel())
+
+
+def test_the_pass_that_averages_cannot_be_switched_off(alone: None) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ArgumentError, match="cannot be in disable_passes"):
+        compile_train_step(
+            model, torch.nn.functional.mse_loss, optimizer, parallel=DataParallel(), disable_passes=["reduce_gradients"]
+        )
+
+
+def test_a_mesh_of_two_dimensions_is_refused(alone: None) -> None:
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "model"))
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ArgumentError, match=r"2 dimensions.*mesh\['data'\]"):
+        compile_train_step(model, torch.nn.functional.mse_loss, optimizer, parallel=DataParallel(mesh))
+    step = compile_train_step(model, torch.nn.functional.mse_loss, optimizer, parallel=DataParallel(mesh["data"]))
+    assert bool(step(torch.ones(1, 2), torch.ones(1, 2)).updated)

@@ -772,9 +772,9 @@ def test_the_verifier_finds_a_wide_value_that_is_rounded() -> None:
 
 
 def test_a_violated_requirement_is_named() -> None:
-    with pytest.raises(VerifyError, match="another spelling"):
+    with pytest.raises(VerifyError, match=r"not written as aten\.to\.dtype"):
         check_pass(PASS, pre_dispatch(lambda x: aten._to_copy(x, dtype=BF16), X))
-    with pytest.raises(PipelineError, match=r"'assign_precision' needs 'normalized'.*'normalize' makes it"):
+    with pytest.raises(PipelineError, match=r"'assign_precision' needs 'normalized'.*'normalize' ensures it"):
         Pipeline((PASS,), (facts.CAPTURED,))
 
 

@@ -81,5 +81,5 @@ def test_it_comes_after_folding() -> None:
 
 def test_a_cast_that_is_left_is_found() -> None:
     gm = graph(lambda w, x: (x.to(BF16) @ w.to(BF16)).float().sum(), weight(3, 2), ROWS)
-    with pytest.raises(VerifyError, match="casts a parameter once a micro-batch"):
+    with pytest.raises(VerifyError, match="casts a parameter once per micro-batch"):
         verify(gm, (facts.HOISTED,), context(), "nothing")

@@ -256,7 +256,7 @@ def test_bodies_of_cond_are_rewritten_and_keep_their_border() -> None:
 def test_a_violated_requirement_is_named() -> None:
     with pytest.raises(VerifyError, match=r"node 'linear'.*has no precision"):
         check_pass(PASS, pre_dispatch(lambda x, w: F.linear(x, w), X, W))
-    with pytest.raises(PipelineError, match=r"'insert_casts' needs 'assigned'.*'assign_precision' makes it"):
+    with pytest.raises(PipelineError, match=r"'insert_casts' needs 'assigned'.*'assign_precision' ensures it"):
         Pipeline((PASS,), (facts.CAPTURED, facts.NORMALIZED))
 
 

@@ -216,12 +216,12 @@ def loss_depends_on_scale(gm: fx.GraphModule) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (scaled_twice, "uses the scale for something else"),
+        (scaled_twice, "uses the scale for something other"),
         (not_scaled, "before it is scaled"),
         (not_unscaled, "1 times scaled and 0 times unscaled"),
         (unscaled_twice, "1 times scaled and 2 times unscaled"),
         (half_scaled, "before it is scaled"),
-        (loss_depends_on_scale, "uses the scale for something else"),
+        (loss_depends_on_scale, "uses the scale for something other"),
     ],
 )
 def test_the_verifier_finds(damage: Any, message: str) -> None:

@@ -227,7 +227,7 @@ def test_a_custom_op_is_known_by_its_namespace():
 
 @pytest.mark.parametrize("twin", LINEAR, ids=str)
 def test_an_op_on_both_lists_is_an_error(twin):
-    with pytest.raises(PolicyError, match=r"'linear' stands on two lists.*take it off one"):
+    with pytest.raises(PolicyError, match=r"'linear' is on two lists.*remove it from one"):
         Policy().with_ops(low=["linear"], fp32=[twin])
     with pytest.raises(PolicyError, match="two lists"):
         amp_compile(nn.Linear(2, 2), white_list=[twin], black_list=["linear"])

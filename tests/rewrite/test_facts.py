@@ -199,10 +199,10 @@ def wait_for_nothing(gm: fx.GraphModule) -> None:
 
 
 CASES = [
-    Case("captured", lambda: pre_dispatch(model, X, W), lambda: fx.symbolic_trace(lambda x: x.relu()), "no ATen call"),
+    Case("captured", lambda: pre_dispatch(model, X, W), lambda: fx.symbolic_trace(lambda x: x.relu()), "an ATen call"),
     Case(
         "normalized", forward("mark_dtype_origin"), lambda: pre_dispatch(lambda x: aten._to_copy(x, dtype=BF16), X),
-        "in another spelling",
+        "not written as aten.to.dtype",
     ),
     Case(
         "origin", lambda: pre_dispatch(lambda x: x.double(), X),
@@ -220,7 +220,7 @@ CASES = [
         lambda: pre_dispatch(lambda x: x.to(BF16), X), "autograd has not seen",
     ),
     Case(
-        "past_autograd", lambda: functional(model, X, W), lambda: pre_dispatch(model, X, W), "made of other ops",
+        "past_autograd", lambda: functional(model, X, W), lambda: pre_dispatch(model, X, W), "a composite of other ops",
         deep=True,
     ),
     Case(
@@ -237,13 +237,13 @@ CASES = [
     ),
     Case("fused", after(fuse_cast_matmul.PASS, product), product, "this CPU computes in fp32"),
     Case("fused", after(fuse_cast_matmul.PASS, on_gpu), on_gpu, "a rounding that it could do itself"),
-    Case("lowered", after(lower_kernels.PASS, convolution), convolution, "should run by a kernel of ours"),
-    Case("batched", after(batch_casts.PASS, vectors), vectors, "that one cast could do"),
+    Case("lowered", after(lower_kernels.PASS, convolution), convolution, "should be replaced by one of our kernels"),
+    Case("batched", after(batch_casts.PASS, vectors), vectors, "that one cast could replace"),
     Case("step", step(), damaged(step(), forget_a_role), "without a role"),
     Case("scaled", step(scale_loss.PASS), damaged(step(scale_loss.PASS), multiply_by_scale), "not one over the scale"),
     Case(
         "hoisted", step(fold_casts.PASS, hoist_weight_casts.PASS), step(fold_casts.PASS),
-        "casts a parameter once a micro-batch",
+        "casts a parameter once per micro-batch",
     ),
     Case(
         "accumulated", step(scale_loss.PASS, accumulate_in_place.PASS),

@@ -75,14 +75,14 @@ def test_the_pipelines_are_in_order() -> None:
     [
         (
             (precision.PASS,),
-            "'assign_precision' needs 'normalized'.*'normalize' makes it.*Before it run: nothing",
+            "'assign_precision' needs 'normalized'.*'normalize' ensures it.*These run before it: none",
         ),
-        ((normalize.PASS, insert_casts.PASS), "'insert_casts' needs 'assigned'.*Before it run: normalize"),
+        ((normalize.PASS, insert_casts.PASS), "'insert_casts' needs 'assigned'.*These run before it: normalize"),
         (
             (normalize.PASS, insert_casts.PASS, precision.PASS),
-            "'assign_precision' makes it and must come earlier",
+            "'assign_precision' ensures it and must come earlier",
         ),
-        (JOINT, "'fold_casts' needs 'past_autograd', which nothing before it makes"),
+        (JOINT, "'fold_casts' needs 'past_autograd', which nothing before it ensures"),
     ],
 )
 def test_a_wrong_order_fails_when_it_is_built(passes: tuple[Pass, ...], message: str) -> None:
@@ -93,7 +93,7 @@ def test_a_wrong_order_fails_when_it_is_built(passes: tuple[Pass, ...], message:
 def test_an_unknown_fact_has_no_maker() -> None:
     strange = Pass("strange", Dialect.PRE_DISPATCH, (BLESSED,), (), lambda gm, ctx: False)
     with pytest.raises(
-        PipelineError, match=r"needs 'blessed', which nothing before it makes\. Before it run: normalize"
+        PipelineError, match=r"needs 'blessed', which nothing before it ensures\. These run before it: normalize"
     ):
         Pipeline((normalize.PASS, strange), GIVEN)
 

@@ -93,15 +93,14 @@ def test_nodes_out_of_order() -> None:
 
 def test_no_aten_call() -> None:
     gm = fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4)))
-    broken(gm, facts.CAPTURED, "is no ATen call")
+    broken(gm, facts.CAPTURED, "is not an ATen call")
     gm = fx.symbolic_trace(lambda x: x.relu())
-    broken(gm, facts.CAPTURED, "node 'relu'", "is no ATen call")
+    broken(gm, facts.CAPTURED, "node 'relu'", "is not an ATen call")
 
 
 def test_a_cast_in_another_spelling() -> None:
-    broken(
-        pre_dispatch(lambda x: aten._to_copy(x, dtype=BF16), X), facts.NORMALIZED, "node '_to_copy'", "spelling"
-    )
+    gm = pre_dispatch(lambda x: aten._to_copy(x, dtype=BF16), X)
+    broken(gm, facts.NORMALIZED, "node '_to_copy'", "not written as aten.to.dtype")
 
 
 # ---------------------------------------------------------------------------------------------- assigned
@@ -153,7 +152,7 @@ def test_a_missing_cast() -> None:
 def test_a_value_that_contradicts_its_decision() -> None:
     gm = small()
     find(gm, "exp").meta["val"] = ir.retype(ir.tensor_of(find(gm, "exp")), F16)
-    broken(gm, facts.CAST, "node 'exp'", "decided to give torch.float32, its value says torch.float16")
+    broken(gm, facts.CAST, "node 'exp'", "decided to return torch.float32, but its value is torch.float16")
 
 
 def test_a_meta_that_lies_is_caught_by_running_again() -> None:
@@ -163,7 +162,7 @@ def test_a_meta_that_lies_is_caught_by_running_again() -> None:
     node.meta["val"] = ir.retype(ir.tensor_of(node), F16)
     ir.decide(node, dataclasses.replace(ir.decision(node), mode=Mode.NATIVE, precision=F16, out=(F16,)))
     verify(gm, (facts.CAST,), CTX, "my_pass", deep=False)
-    message = broken(gm, facts.CAST, "node 'add'", "gives torch.float32, its meta says torch.float16", deep=True)
+    message = broken(gm, facts.CAST, "node 'add'", "returns torch.float32, but its meta says torch.float16", deep=True)
     assert "in forward: return y.exp() + 1" in message
 
 
@@ -176,7 +175,7 @@ def test_a_lying_meta_after_folding() -> None:
         gm,
         facts.FOLDED,
         "node 'add'",
-        "gives torch.bfloat16, its meta says torch.float32",
+        "returns torch.bfloat16, but its meta says torch.float32",
         after="fold_casts",
         deep=True,
     )
@@ -246,7 +245,7 @@ def test_a_meta_that_lies_inside_cond() -> None:
     (exp,) = ops(body(gm, "exp"), "exp")
     exp.meta["val"] = ir.retype(ir.tensor_of(exp), F16)
     ir.decide(exp, dataclasses.replace(ir.decision(exp), mode=Mode.NATIVE, precision=F16, out=(F16,)))
-    broken(gm, facts.CAST, "node 'cond'", "its body 'false_graph_0' gives [torch.float16]")  # which it returns
+    broken(gm, facts.CAST, "node 'cond'", "its body 'false_graph_0' returns [torch.float16]")  # which it returns
 
 
 def checkpointed() -> fx.GraphModule:

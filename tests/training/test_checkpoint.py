@@ -312,7 +312,7 @@ FOREIGN: dict[str, tuple[Run, Callable[[TrainStep], Any], str]] = {
     "another model": (Run(sgd, 0), lambda _: Network(width=16), "first.weight.*8, 4.*here"),
     "a model with more": (Run(sgd, 0), lambda step: nn.Sequential(step.model), "lacks 0.first.weight"),
     "another dtype": (Run(sgd, 0), lambda step: copy.deepcopy(step.model).bfloat16(), "float32.*bfloat16"),
-    "another optimizer": (Run(fused_adamw, 0), lambda step: step.model, "AdamW as optimizer, and this step has SGD"),
+    "another optimizer": (Run(fused_adamw, 0), lambda step: step.model, "AdamW as optimizer, but this step has SGD"),
     "other groups": (Run(adam, 0), lambda step: step.model, "optimizer"),
     "another scaler": (Run(sgd, 0, scaler=StaticLossScaler(2.0)), lambda step: step.model, "StaticLossScaler as"),
     "no scaler": (Run(sgd, 0, scaler=None), lambda step: step.model, "no scaler as scaler"),
@@ -332,13 +332,13 @@ def test_other_groups_of_one_optimizer(pair: Damaged) -> None:
     model = Network()
     optimizer = torch.optim.Adam(model.parameters(), amsgrad=True)
     step = compile_train_step(model, nn.functional.cross_entropy, optimizer, accumulate_steps=3)
-    refused(step, pair[1], r"groups of \[2, 2, 2\] parameters, here \[6\]")
+    refused(step, pair[1], r"groups have \[2, 2, 2\] parameters, those here \[6\]")
 
 
 def test_made_in_the_middle_of_another_window(pair: Damaged) -> None:
     model = Network()
     step = compile_train_step(model, nn.functional.cross_entropy, adam(model), accumulate_steps=2)
-    refused(step, pair[1], "update of 3 batches.*accumulate_steps=2.*save after an update")
+    refused(step, pair[1], "update of 3 batches.*accumulate_steps=2.*saved right after an update")
 
 
 def test_another_policy_is_loaded_with_a_warning() -> None:

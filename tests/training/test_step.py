@@ -88,7 +88,7 @@ def test_wrong_calls() -> None:
 @pytest.mark.parametrize(
     ("loss_fn", "message"),
     [
-        (None, r"scalar.*\[5, 2\]: give a loss_fn"),
+        (None, r"scalar.*\[5, 2\]: pass a loss_fn"),
         (lambda output, targets: {"total": output.sum()}, "dict"),
         (lambda output, targets: output.detach().sum(), "gradient"),
         (lambda output, targets: (output > 0).sum(), "gradient"),

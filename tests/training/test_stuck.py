@@ -91,7 +91,7 @@ def test_an_explanation_that_fails_does_not_stop_the_run(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(step, "_explain", fails)
     (message,) = warned(step, bad(GOOD), 10)
-    assert "could not be found out (MemoryError: no room)" in message
+    assert "could not be determined (MemoryError: no room)" in message
 
 
 def test_on_another_device_the_count_waits_for_a_read_that_is_made_anyway(monkeypatch: pytest.MonkeyPatch) -> None:

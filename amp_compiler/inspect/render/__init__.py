@@ -1,2 +1,2 @@
-"""A graph or a report as something to look at: one file a form. All of them read ``amp_compiler.ir.view`` and
-``amp_compiler.inspect.report``; the CLI and ``report()`` use the same ones."""
+"""Renderers for graphs and reports, one file per format. All of them read ``amp_compiler.ir.view`` and
+``amp_compiler.inspect.data``; the CLI and ``report()`` share them."""

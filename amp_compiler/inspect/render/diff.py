@@ -1,4 +1,4 @@
-"""Two graphs of one model side by side: which ops changed precision, which casts were added and removed."""
+"""The difference between two graphs of one model: which ops changed precision, which casts were added and removed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Cast = tuple[str, str, int, str]  # what is cast, to which dtype, bytes, forward
 
 @dataclass(frozen=True)
 class Difference:
-    """What is other in ``new`` than in ``old``. ``changed``: (before, after) of each op in both."""
+    """What differs between two graphs. ``changed``: (before, after) for each op in both whose precision changed."""
 
     old: GraphView
     new: GraphView
@@ -34,7 +34,7 @@ class Difference:
 def difference(
     old: GraphView, new: GraphView, before: str, after: str, casts: tuple[GraphView, GraphView] | None = None
 ) -> Difference:
-    """Compare two graphs by the names of their nodes. ``casts``: other graphs to compare the casts of."""
+    """Compare two graphs by the names of their nodes. ``casts``: other graphs whose casts to compare."""
     mine, yours = _ops(old), _ops(new)
     changed = tuple(
         (mine[name], node) for name, node in yours.items() if name in mine and mine[name].precision != node.precision
@@ -70,7 +70,7 @@ def _totals(view: GraphView) -> dict[str, Any]:
 
 
 def document(found: Difference) -> dict[str, Any]:
-    """The difference as plain values (``difference`` in schema.json)."""
+    """Return the difference as plain values (``difference`` in schema.json)."""
 
     def casts(given: Sequence[Cast]) -> list[dict[str, Any]]:
         return [{"source": s, "to": to, "bytes": nbytes, "part": part} for s, to, nbytes, part in given]
@@ -93,7 +93,7 @@ def document(found: Difference) -> dict[str, Any]:
 
 
 def table(found: Difference, width: int = 120) -> list[Text]:
-    """The difference as lines for a terminal."""
+    """Return the difference as lines for a terminal."""
     lines = [Text.assemble(("before: ", "bold"), found.before, "   ", ("after: ", "bold"), found.after)]
     lines += [Text(), Text(f"{count(len(found.changed), 'op')} with another precision", style="bold")]
     module: str | None = None

@@ -1,4 +1,4 @@
-"""A graph in Graphviz's language, one cluster a module, and as SVG where Graphviz is installed."""
+"""A graph in Graphviz's language, with one cluster per module, and as SVG if Graphviz is installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SECONDS = 300.0  # Graphviz is slow on graphs of thousands of nodes
 
 
 def dot(view: GraphView, title: str = "") -> str:
-    """The graph as DOT text. Parameters are drawn only where a cast or no module stands between them and an op."""
+    """Return the graph as DOT text. Parameters, buffers and constants are not drawn."""
     hidden = {n.name for n in view.nodes if n.kind in ("parameter", "buffer", "constant")}
     lines = [
         "digraph amp {",
@@ -85,12 +85,12 @@ def _quote(text: str) -> str:
 
 
 def svg(view: GraphView, title: str = "") -> str:
-    """The graph as SVG, laid out by Graphviz."""
+    """Return the graph as SVG, laid out by Graphviz."""
     program = shutil.which("dot")
     if program is None:
         raise DrawingError(
-            "An SVG needs Graphviz, and there is no 'dot' on PATH: install it (Debian: graphviz, macOS: brew install "
-            "graphviz), or take --format html, which needs nothing."
+            "An SVG needs Graphviz, but there is no 'dot' on PATH: install it (Debian: graphviz, macOS: brew install "
+            "graphviz), or use --format html, which needs nothing."
         )
     try:
         done = subprocess.run(
@@ -98,8 +98,8 @@ def svg(view: GraphView, title: str = "") -> str:
         )
     except subprocess.TimeoutExpired:
         raise DrawingError(
-            f"Graphviz needs more than {_SECONDS:.0f} s for {len(view.nodes)} nodes: look at a part of the graph by "
-            "--module, or take --format html."
+            f"Graphviz needs more than {_SECONDS:.0f} s for {len(view.nodes)} nodes: look at a part of the graph with "
+            "--module, or use --format html."
         ) from None
     except subprocess.CalledProcessError as error:
         first = (error.stderr or "").strip().splitlines()[:1]

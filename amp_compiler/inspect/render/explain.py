@@ -1,4 +1,4 @@
-"""Why a node has its precision: the chain of reasons from the rule down to it, the casts around it, what they cost."""
+"""Explain why a node has its precision: the chain of reasons that leads to it, the casts around it, and their cost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...policy.ops.row import OpClass
 from .select import find, modules
 from .words import CAST, COLOURS, count, size
 
-_LENGTH = 12  # a chain goes no further than this
+_LENGTH = 12  # the longest chain
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why one node is as it is. ``chain``: from the node up to the rule. ``casts_in`` and ``casts_out``: around it in
-    the forward graph. ``runs_as``: what became of it in the graph that runs, with the casts left there."""
+    """Why one node has its precision. ``chain``: from the node up to the rule. ``casts_in`` and ``casts_out``: around
+    it in the forward graph. ``runs_as``: its nodes in the graph that runs, with the casts that are left there."""
 
     node: NodeView
     chain: tuple[Link, ...]
@@ -43,14 +43,15 @@ class Explanation:
 
     @property
     def cast_bytes(self) -> int:
-        """What the casts around it write in the forward graph."""
+        """The bytes that the casts around it write in the forward graph."""
         return sum(n.nbytes for n in (*self.casts_in, *self.casts_out))
 
 
 def chosen(
     view: GraphView, node: str | None, op: str | None, module: str | None, runs: GraphView | None = None
 ) -> list[NodeView]:
-    """The nodes that are asked for; none is an error that suggests a name. One name may be of the graph that runs."""
+    """Return the requested nodes; if there are none, raise with a suggestion. ``node`` may name one of the graph that
+    runs."""
     if node is not None:
         return [runs.by_name[node] if runs is not None and node not in view.by_name and node in runs.by_name
                 else find(view, node)]  # fmt: skip
@@ -78,7 +79,7 @@ def _canonical(op: str) -> str:
 
 
 def explain(node: NodeView, view: GraphView, level: str, runs: GraphView | None = None) -> Explanation:
-    """Why ``node`` of the forward graph ``view``, or of the graph that runs, has its precision."""
+    """Explain why ``node`` of the forward graph ``view``, or of the graph that runs, has its precision."""
     if runs is not None and view.by_name.get(node.name) is not node:
         known = view.by_name.get(node.origin)
         link = Link(node, f"made from {node.origin}" if node.origin else words_for(node.rule), node.reason)
@@ -123,13 +124,13 @@ def _by(node: NodeView, level: str) -> str:
 
 
 def _decided_by(node: NodeView, view: GraphView) -> NodeView | None:
-    """The node that this one's precision comes from, if there is one in the graph."""
+    """Return the node that this one's precision comes from, if there is one in the graph."""
     cause = next((view.by_name[name] for name in node.causes if name in view.by_name), None)
     return None if cause is None or node.kind == "cast" else _behind(cause, view)
 
 
 def _behind(node: NodeView, view: GraphView) -> NodeView:
-    """What a cast casts."""
+    """Return the source of a cast; other nodes unchanged."""
     while node.kind == "cast" and node.inputs and node.inputs[0] in view.by_name:
         node = view.by_name[node.inputs[0]]
     return node
@@ -139,7 +140,7 @@ def _behind(node: NodeView, view: GraphView) -> NodeView:
 
 
 def lines(found: Explanation, view: GraphView) -> list[Text]:
-    """The explanation for a terminal."""
+    """Return the explanation as lines for a terminal."""
     node = found.node
     colour = COLOURS.get(node.precision, COLOURS[""])[0]
     text = [
@@ -183,7 +184,7 @@ def _cast(node: NodeView, view: GraphView, named_input: bool) -> str:
 
 
 def document(found: Sequence[Explanation]) -> list[dict[str, Any]]:
-    """Explanations as plain values."""
+    """Return explanations as plain values."""
     from .json import node_document
 
     return [

@@ -1,7 +1,7 @@
 """A graph as one self-contained page: no network, everything in the file. The parts are in ``page/``.
 
-The layout in the browser is dagre's (``page/dagre.min.js``, MIT). The data is written once for each different node and
-each different text: a stage is a list of numbers of nodes.
+In the browser, dagre (``page/dagre.min.js``, MIT) computes the layout. The data holds each distinct node and each
+distinct text once: a stage is a list of node numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..data import ReportData
 from .pieces import merge_pieces
 from .words import CAST, COLOURS
 
-#: lines and bars want a stronger colour than the paper of a box
+#: lines and bars need a stronger colour than the background of a box
 STRONG = {"bfloat16": "#3fa564", "float16": "#2e93b5", "float32": "#e0952b", "other": "#b6bcc6", "": "#cfd4da"}
 #: the texts of a node, in the order of FIELDS in page/layout.js
 _FIELDS = ("name", "kind", "op", "value", "precision", "reason", "rule", "cls", "module", "source", "part", "label",
@@ -27,20 +27,20 @@ _FIELDS = ("name", "kind", "op", "value", "precision", "reason", "rule", "cls", 
 
 
 def page(stages: Sequence[Record], report: ReportData, *, title: str, graph: str) -> str:
-    """The page of the stages of one model."""
+    """Return the page for the stages of one model."""
     texts = {"title": html.escape(f"{title} · amp-compiler"), "data": _script(encode(stages, report, title, graph))}
     files = {"style": "page.css", "dagre": "dagre.min.js", "layout": "layout.js", "page": "page.js",
              "licence": "dagre.LICENSE.txt"}  # fmt: skip
     made = _file("page.html")
     for name, file in files.items():
         made = made.replace("{{" + name + "}}", _file(file))
-    for name, text in texts.items():  # last: what a user wrote may look like a place to fill in
+    for name, text in texts.items():  # last, because a user's text may look like a placeholder
         made = made.replace("{{" + name + "}}", text, 1)
     return made
 
 
 def report_page(report: ReportData) -> str:
-    """The page of a report, with the graphs that it was made of."""
+    """Return the page of a report, with the graphs that it was made from."""
     stages = merge_pieces([s for s in report.stages if s.graph != "weights"])
     kinds = {s.graph for s in stages}
     if {"inference", "joint"} <= kinds:  # called both with and without gradients: show the training one
@@ -56,13 +56,13 @@ def _file(name: str) -> str:
 
 
 def _script(data: Any) -> str:
-    """JSON that can stand in a script element."""
+    """Return JSON that is safe inside a script element."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     return text.replace("</", "<\\/").replace("<!--", "<\\u0021--")
 
 
 def encode(stages: Sequence[Record], report: ReportData, title: str, graph: str) -> dict[str, Any]:
-    """What the page shows, as plain values."""
+    """Return the contents of the page as plain values."""
     strings: dict[str, int] = {}
     nodes: dict[NodeView, int] = {}
 
@@ -89,5 +89,5 @@ def encode(stages: Sequence[Record], report: ReportData, title: str, graph: str)
 
 
 def _without_code(node: NodeView) -> NodeView:
-    """The page does not show it, and nodes that differ in nothing else are one."""
+    """Return the node without its code, which the page does not show, so that otherwise equal nodes are stored once."""
     return replace(node, code="")

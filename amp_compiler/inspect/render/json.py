@@ -1,6 +1,6 @@
-"""Reports and graphs as JSON. ``schema.json`` beside this file describes it; tests hold the two together.
+"""Reports and graphs as JSON, as described by ``schema.json`` next to this file; tests check that the two agree.
 
-``schema`` is the version: a field that goes or changes its meaning makes it a new number, one that comes does not.
+``schema`` is the version: removing a field or changing its meaning increases it, adding a field does not.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ SCHEMA_VERSION = 1
 
 
 def schema() -> dict[str, Any]:
-    """The JSON Schema of everything that this module writes."""
+    """Return the JSON Schema of everything that this module writes."""
     text = resources.files(__package__).joinpath("schema.json").read_text(encoding="utf-8")
     found: dict[str, Any] = json.loads(text)
     return found
 
 
 def report_document(report: ReportData) -> dict[str, Any]:
-    """A report as plain values."""
+    """Return a report as plain values."""
     return {
         "schema": SCHEMA_VERSION,
         "level": report.level,
@@ -46,14 +46,14 @@ def report_document(report: ReportData) -> dict[str, Any]:
 
 
 def report_text(report: ReportData) -> str:
-    """A report as JSON text."""
+    """Return a report as JSON text."""
     return json.dumps(report_document(report), indent=1)
 
 
 def graph_document(
     report: ReportData, view: GraphView, stages: Sequence[Record], *, target: str, graph: str
 ) -> dict[str, Any]:
-    """A report with the nodes of one graph and the stages that led to it."""
+    """Return a report with the nodes of one graph and the stages that led to it, as plain values."""
     return {
         **report_document(report),
         "target": target,
@@ -70,7 +70,7 @@ def graph_document(
 
 
 def node_document(node: NodeView) -> dict[str, Any]:
-    """A node as plain values."""
+    """Return a node as plain values."""
     found = asdict(node)
     found["values"] = [{"dtype": v.dtype, "shape": list(v.shape)} for v in node.values]
     found["inputs"], found["causes"] = list(node.inputs), list(node.causes)

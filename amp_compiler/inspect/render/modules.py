@@ -1,8 +1,8 @@
-"""The rows of a report added up by module: few lines for a large model, with repeated layers on one.
+"""The rows of a report added up by module: few lines for a large model, with repeated layers on one line.
 
 ``encoder.layer.0`` to ``encoder.layer.11`` hold the same ops in the same precisions, so they become
-``encoder.layer.0-11``. Modules are opened from the root down, those with the most to tell first, until the summary has
-as many lines as a screen takes.
+``encoder.layer.0-11``. Modules are expanded from the root down, the most interesting first, until the summary fills a
+screen.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 
 from ..data import LOW, ReportData, Row
 
-LINES = 12  # modules are opened while there are at most so many lines,
-UNIFORM_LINES = 8  # and those whose ops have one precision up to so many
-_SMALL = 16  # a module with less than this part of the ops stays closed
+LINES = 12  # modules are expanded while there are at most this many lines,
+UNIFORM_LINES = 8  # and those whose ops have a single precision up to this many
+_SMALL = 16  # a module with less than one in this many of the ops isn't expanded
 ROOT = "(model)"
 _NUMBERED = re.compile(r"(.*?)(\d+)$")
 
 
 @dataclass(frozen=True)
 class ModuleSummary:
-    """What one line tells: the ops of some modules. ``alike``: how many layers that are alike it stands for."""
+    """The contents of one line: the ops of some modules. ``alike``: how many identical layers it stands for."""
 
     name: str
     ops: Counter[str]
@@ -59,11 +59,11 @@ class _Tree:
         self.low_flops += row.flops if row.precision in LOW else 0
 
     def shape(self) -> Any:
-        """Equal for layers that are alike. Casts do not count: the first layer often has one more."""
+        """Return a key that is equal for identical layers. Casts don't count: the first layer often has one more."""
         return tuple(self.own), tuple((name, tree.shape()) for name, tree in self.below.items())
 
     def total(self, name: str) -> ModuleSummary:
-        """This module with all below it."""
+        """Summarize this module with all modules below it."""
         below = [tree.total("") for tree in self.below.values()]
         return ModuleSummary(
             name, sum((b.ops for b in below), Counter(self.ops)), self.flops + sum(b.flops for b in below),
@@ -71,11 +71,11 @@ class _Tree:
         )  # fmt: skip
 
     def itself(self, name: str) -> ModuleSummary:
-        """This module without those below it."""
+        """Summarize this module without those below it."""
         return ModuleSummary(name, Counter(self.ops), self.flops, self.low_flops, self.casts, self.alike)
 
     def absorb(self, other: _Tree) -> None:
-        """Add a layer that is alike."""
+        """Add an identical layer."""
         self.ops += other.ops
         self.flops, self.low_flops = self.flops + other.flops, self.low_flops + other.low_flops
         self.casts += other.casts
@@ -85,7 +85,7 @@ class _Tree:
 
 
 def summarize(report: ReportData, lines: int = LINES) -> list[ModuleSummary]:
-    """The modules of a report, in the order of its rows, on about ``lines`` lines that add up to the whole."""
+    """Summarize the modules of a report, in the order of its rows, in about ``lines`` lines with the same totals."""
     root = _Tree()
     for row in report.rows:
         root.at(row.module).add(row)
@@ -96,7 +96,7 @@ def summarize(report: ReportData, lines: int = LINES) -> list[ModuleSummary]:
 
 
 def merged_names(report: ReportData) -> dict[str, str]:
-    """Module path -> the path that stands for it: ``encoder.layer.3.output`` -> ``encoder.layer.0-11.output``."""
+    """Return module path -> merged path, such as ``encoder.layer.3.output`` -> ``encoder.layer.0-11.output``."""
     root = _Tree()
     for row in report.rows:
         root.at(row.module).add(row)
@@ -105,7 +105,7 @@ def merged_names(report: ReportData) -> dict[str, str]:
 
 
 def _merge(tree: _Tree, path: str = "", shown: str = "") -> dict[str, str]:
-    """Make neighbours that are numbered and alike one; path -> the path that stands for it."""
+    """Merge numbered neighbours that are identical; return path -> merged path."""
     names = {path: shown}
     kept: dict[str, _Tree] = {}
     for run in _runs(tree):
@@ -121,7 +121,7 @@ def _merge(tree: _Tree, path: str = "", shown: str = "") -> dict[str, str]:
 
 
 def _runs(tree: _Tree) -> Iterator[list[str]]:
-    """The names of the modules below, those that follow each other in number and are alike together."""
+    """Yield the names of the modules below, with consecutive numbered ones that are identical in one list."""
     run: list[str] = []
     shape: Any = None
     for name, below in tree.below.items():
@@ -151,7 +151,7 @@ def _join(path: str, name: str) -> str:
 
 
 def _opened(root: _Tree, lines: int) -> list[tuple[str, _Tree, bool]]:
-    """(name, module, without what is below it) of each line."""
+    """Return (name, module, whether to exclude the modules below it) for each line."""
     shown = _open("", root)
     least = _interest(root)[1] / _SMALL
     while True:
@@ -167,7 +167,7 @@ def _opened(root: _Tree, lines: int) -> list[tuple[str, _Tree, bool]]:
 
 
 def _interest(tree: _Tree) -> tuple[bool, int]:
-    """Modules of several precisions come first, then those with the most ops."""
+    """Return a sort key: modules with several precisions come first, then those with the most ops."""
     total = tree.total("")
     floats = [name for name in total.ops if name != "other"]
     return len(floats) > 1, sum(total.ops.values())
@@ -179,7 +179,7 @@ def _open(path: str, tree: _Tree) -> list[tuple[str, _Tree, bool]]:
 
 
 def _sunk(path: str, tree: _Tree) -> tuple[str, _Tree, bool]:
-    """A module that only holds one other is passed over."""
+    """Skip modules that contain only one other module."""
     while not tree.own and not tree.casts and len(tree.below) == 1:
         ((name, below),) = tree.below.items()
         path, tree = _join(path, name), below

@@ -13,7 +13,7 @@ _ROWS = 500  # a notebook isn't the place for more; to_html() is
 
 
 def table(report: ReportData) -> str:
-    """The summary, and the rows, colored by precision."""
+    """Return the summary, and the rows colored by precision, as HTML."""
     told = f"<pre style='line-height:1.25'>{escape(plain(lines(report, WIDTH)))}</pre>"
     if not report.rows:
         return f"<div>{told}</div>"

@@ -1,4 +1,4 @@
-"""Several captured graphs of one model as one: what graph breaks and re-compilations leave."""
+"""Merge several captured graphs of one model, which graph breaks and re-compilations cause, into one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...rewrite.records import Record
 
 
 def merge_pieces(stages: Sequence[Record]) -> list[Record]:
-    """The stages of several captured graphs as those of one: a stage holds all graphs as they are after it."""
+    """Return the stages of several captured graphs as those of one: a stage holds all graphs as they are after it."""
     pieces: list[dict[tuple[str, str], Record]] = []
     for stage in stages:
         if stage.name == "capture" or not pieces:

@@ -1,4 +1,4 @@
-"""A graph as Python that a person can read and, where the graph holds no constants or bodies, run."""
+"""A graph as Python that a person can read and, if the graph has no constants or bodies, run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _WIDTH = 88  # where the reason begins, if the line is shorter
 
 
 def source(view: GraphView, name: str = "forward") -> str:
-    """The graph as one function for each body, the model's own last: ``def forward(x, weight): …``."""
+    """Return the graph as one function per body, the model's own last: ``def forward(x, weight): …``."""
     bodies = list(dict.fromkeys(n.subgraph for n in view.nodes))
     texts = [_function(view, body, name) for body in sorted(bodies, key=lambda b: (-b.count("."), not b, b))]
     return "import torch\n\n\n" + "\n\n\n".join(sorted(texts, key=lambda t: t.startswith(f"def {name}("))) + "\n"

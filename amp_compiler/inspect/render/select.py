@@ -1,4 +1,4 @@
-"""A part of a graph: the nodes of some modules, with what they read and what reads them."""
+"""Select a part of a graph: the nodes of some modules, with what they read and what reads them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...policy import matches
 
 
 def modules(view: GraphView) -> list[str]:
-    """The module paths of a graph, those included that only hold others."""
+    """Return the module paths of a graph, including modules that only contain others."""
     found: dict[str, None] = {}
     for node in view.nodes:
         parts = node.module.split(".") if node.module else []
@@ -19,7 +19,7 @@ def modules(view: GraphView) -> list[str]:
 
 
 def in_module(view: GraphView, pattern: str) -> GraphView:
-    """The nodes of the modules that a pattern names, and the parameters and inputs that they read."""
+    """Return the nodes of the modules that match a pattern, and the parameters and inputs that they read."""
     paths = modules(view)
     if not any(matches(pattern, path) for path in paths):
         hint = nearest_path(pattern, paths)
@@ -31,7 +31,7 @@ def in_module(view: GraphView, pattern: str) -> GraphView:
 
 
 def find(view: GraphView, name: str) -> NodeView:
-    """The node of that name; an unknown one is an error that suggests the nearest."""
+    """Return the node of that name; raise with the closest match as a hint if there is none."""
     if name in view.by_name:
         return view.by_name[name]
     labelled = [n for n in view.nodes if n.label == name]

@@ -1,4 +1,4 @@
-"""A report as text that fits a terminal: what it adds up to, module by module, then what is unusual; or every row."""
+"""A report as text that fits a terminal: totals, then module by module, then what is unusual; or every row."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from ..data import LOW, ReportData, Row, work_line
 from .modules import ROOT, merged_names, summarize
 from .words import CAST, COLOURS, count, size
 
-WIDTH = 100  # of what does not go to a terminal
-SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}  # as reasons say it
+WIDTH = 100  # of output that does not go to a terminal
+SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}  # as reasons write them
 _NARROW = 60  # no table gets narrower
-_KINDS = 12  # of reasons for fp32 that a summary lists
-#: rules of ops that are in fp32 because of what they read or make, and not by a choice
+_KINDS = 12  # the most reasons for fp32 that a summary lists
+#: rules of ops that are in fp32 because of their inputs or results, not because of a choice
 _ORDINARY = (Rule.CREATION, Rule.NEUTRAL, Rule.NO_FLOAT, Rule.INPUT, Rule.SELECTED, Rule.TRANSPARENT, Rule.SEALED,
              Rule.LEVEL)  # fmt: skip
-#: rules by which an op may have followed what it reads; its causes are the nodes that it followed
+#: rules by which an op may have followed its inputs; its causes are the nodes that it followed
 _FOLLOWING = (Rule.TABLE, Rule.WHITE_LIST, Rule.BLACK_LIST, Rule.FOLLOW_LIST)
 
 
 def terminal_width() -> int:
-    """The width of the terminal, or of ``COLUMNS``; 100 where there is none."""
+    """Return the width of the terminal, or ``COLUMNS``; 100 if there is none."""
     return max(shutil.get_terminal_size((WIDTH, 24)).columns, _NARROW)
 
 
 def lines(report: ReportData, width: int | None = None, hint: bool = True) -> list[Text]:
-    """What ``print(report)`` shows. ``hint``: whether to end with how to go on in Python."""
+    """Return what ``print(report)`` shows. ``hint``: end with what to type next in Python."""
     width = width or terminal_width()
     if not report.rows and not report.not_captured:
         return _paragraph("amp report: " + ("; ".join(report.notes) or "no op captured"), width)
@@ -42,7 +42,7 @@ def lines(report: ReportData, width: int | None = None, hint: bool = True) -> li
 
 
 def _hint(report: ReportData) -> str:
-    """What to type next, with names of this report."""
+    """Return what to type next, with names from this report."""
     kept = [r for r in report.rows if r.precision == "float32" and r.rule in (Rule.TABLE, Rule.WIDE)]
     kept = [r for r in kept if not _is_ordinary(r)]
     low = [r for r in report.rows if r.precision in LOW]
@@ -57,7 +57,7 @@ def _hint(report: ReportData) -> str:
 
 
 def full(report: ReportData, width: int | None = None) -> list[Text]:
-    """Every row below its module, and the rest of the report behind them."""
+    """Return every row below its module, followed by the rest of the report."""
     width = width or terminal_width()
     if not report.rows:
         return lines(report, width)
@@ -81,19 +81,19 @@ def full(report: ReportData, width: int | None = None) -> list[Text]:
 
 
 def ending(report: ReportData, width: int, graph: str = "") -> list[Text]:
-    """What stands below a list of all ops: the totals, what was not captured, notes and kernels. ``graph``: which one
-    the casts are counted in."""
+    """Return the lines below a list of all ops: the totals, what was not captured, notes and kernels. ``graph``: the
+    one in which the casts are counted."""
     remarks = _remarks(report, width)
     return [*totals(report, width, graph), *([Text(), *remarks] if remarks else [])]
 
 
 def _named(row: Row) -> str:
-    """The node, which mostly has the name of its op."""
+    """Return the node's name, and its op if the name doesn't show it."""
     return row.node if row.node.rstrip("_0123456789") == row.op.rstrip("_0123456789") else f"{row.node} ({row.op})"
 
 
 def totals(report: ReportData, width: int, graph: str = "") -> list[Text]:
-    """What a report adds up to, in two lines or three."""
+    """Return the totals of a report, in two or three lines."""
     counts: list[Text | str] = []
     for name, number in sorted(report.by_precision.items()):
         counts += [", " if counts else "", Text(f"{number} {name}", style=COLOURS.get(name, COLOURS[""])[0])]
@@ -144,7 +144,7 @@ def _right(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
 
 
 def _in_fp32(report: ReportData, width: int) -> list[Text]:
-    """The ops in fp32 by their reasons; at O0 nothing else is to be expected."""
+    """Return the ops in fp32, grouped by reason; nothing at O0, where all ops are in fp32."""
     rows = [r for r in report.rows if r.precision == "float32" and LEVELS[report.level].rewrites]
     if not rows:
         return []
@@ -165,7 +165,7 @@ def _is_ordinary(row: Row) -> bool:
 
 
 def _limits(report: ReportData, width: int) -> list[Text]:
-    """Numbers that became the low dtype's own limit."""
+    """Return the numbers that became the limit of the low-precision dtype."""
     found: dict[str, list[Row]] = {}
     for row in report.rows:
         if row.limit:
@@ -178,7 +178,7 @@ def _limits(report: ReportData, width: int) -> list[Text]:
 
 
 def _remarks(report: ReportData, width: int) -> list[Text]:
-    """What was not captured, the notes, and the kernels that stand in for ATen's."""
+    """Return what was not captured, the notes, and the kernels that replace ATen's."""
     made: list[Text] = []
     for what in report.not_captured:
         made += _paragraph(f"not captured: {what}", width, style="yellow")
@@ -193,7 +193,7 @@ def _remarks(report: ReportData, width: int) -> list[Text]:
 
 
 def _by_reason(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
-    """Rows of one reason together, the largest number first; names of single nodes do not make another reason."""
+    """Group rows by reason, the largest group first; reasons that differ only in the name of a node are the same."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         reason = row.reason.removesuffix(f"; {row.limit}")
@@ -204,7 +204,7 @@ def _by_reason(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
 
 
 def _listed(rows: Sequence[Row], names: Mapping[str, str]) -> str:
-    """``24 × softmax, sum in encoder.layer.0-11.attention``."""
+    """Return text such as ``24 × softmax, sum in encoder.layer.0-11.attention``."""
     ops = [op for op, _ in Counter(r.op for r in rows).most_common()]
     places = list(dict.fromkeys(names[r.module] for r in rows))
     where = places[0] if len(places) == 1 else f"{places[0]} and {count(len(places) - 1, 'more module')}"
@@ -219,7 +219,7 @@ def _item(what: str, why: str, width: int) -> list[Text]:
 
 
 def _paragraph(text: str, width: int, indent: str = "", style: str = "") -> list[Text]:
-    """Wrapped at spaces; a path or a line of code that is wider than the terminal is left whole, to be copied."""
+    """Wrap text at spaces; a path or a line of code that is wider than the terminal stays whole, to be copied."""
     more = indent if indent else "    "
     wrapped = textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=more, break_long_words=False,
                             break_on_hyphens=False)  # fmt: skip
@@ -227,7 +227,7 @@ def _paragraph(text: str, width: int, indent: str = "", style: str = "") -> list
 
 
 def _fit(text: str, width: int) -> str:
-    """Paths are cut in front: the end tells more."""
+    """Shorten a path at its beginning: the end says more."""
     return text.ljust(width) if len(text) <= width else "…" + text[len(text) - width + 1 :]
 
 

@@ -9,12 +9,12 @@ from rich.text import Text
 from ...ir.view import BACKWARD, SHORT, GraphView, NodeView
 from .words import CAST, COLOURS, is_row, size
 
-_LIMITS = (24, 20, 18, 5)  # the widest that node, op, shape and dtype get
+_LIMITS = (24, 20, 18, 5)  # the maximum widths of node, op, shape and dtype
 _HEAD = ("node", "op", "shape", "dtype", "why")
 
 
 def table(view: GraphView, width: int = 120) -> list[Text]:
-    """The lines of a graph. Parameters and selections of outputs are not among them."""
+    """Return the lines of a graph, without parameters and selections of outputs."""
     nodes = [n for n in view.nodes if is_row(n)]
     cells = [_cells(n) for n in nodes]
     widths = [
@@ -55,7 +55,7 @@ def _line(node: NodeView, cell: Sequence[str], widths: Sequence[int], room: int)
     style = CAST[0] if node.kind == "cast" else COLOURS.get(node.precision, COLOURS[""])[0]
     name, op, shape, dtype = (_fit(c, w) for c, w in zip(cell[:4], widths, strict=True))
     if node.kind == "cast" and len(cell[0]) > widths[0]:
-        name = "…" + cell[0][1 - widths[0] :]  # the end of a parameter's path tells more than its beginning
+        name = "…" + cell[0][1 - widths[0] :]  # the end of a parameter's path says more than its beginning
     return Text.assemble("  ", name, "  ", (op, style), "  ", (shape, "dim"), "  ", (dtype, f"bold {style}".strip()),
                          "  ", (_fit(cell[4], room).rstrip(), "dim"))  # fmt: skip
 
@@ -69,5 +69,5 @@ def _fit(text: str, width: int) -> str:
 
 
 def plain(lines: Iterable[Text]) -> str:
-    """The same without colours."""
+    """Return the lines as text without colours."""
     return "\n".join(line.plain.rstrip() for line in lines)

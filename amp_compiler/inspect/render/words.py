@@ -16,7 +16,7 @@ CAST = ("magenta", "#f3d9f5", "#701a75")
 
 
 def size(nbytes: float) -> str:
-    """Bytes as a person says them.
+    """Return a number of bytes as people write it.
 
     >>> size(512), size(2048), size(3_400_000)
     ('512 B', '2.0 kB', '3.4 MB')
@@ -28,7 +28,7 @@ def size(nbytes: float) -> str:
 
 
 def count(number: int, one: str, many: str = "") -> str:
-    """``1 cast``, ``2 casts``.
+    """Return a number with its noun: ``1 cast``, ``2 casts``.
 
     >>> count(1, "cast"), count(2, "cast"), count(2, "bus", "buses")
     ('1 cast', '2 casts', '2 buses')
@@ -37,5 +37,5 @@ def count(number: int, one: str, many: str = "") -> str:
 
 
 def is_row(node: NodeView) -> bool:
-    """Whether a list of ops shows a node: parameters and selections of outputs are left out."""
+    """True if a list of ops shows this node: parameters and selections of outputs are omitted."""
     return node.kind in ("input", "call", "cast", "output")

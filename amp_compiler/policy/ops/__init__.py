@@ -1,1 +1,1 @@
-"""The op table: what is known of each op, as data. Reading it is the policy's business."""
+"""The op table: what is known about each op, as data, which the policy reads."""

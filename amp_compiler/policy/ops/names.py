@@ -1,4 +1,4 @@
-"""From what a user writes (``"linear"``, ``F.linear``, ``torch.ops.aten.linear``) to the name of a table row."""
+"""Turn what a user writes (``"linear"``, ``F.linear``, ``torch.ops.aten.linear``) into the name of a table row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .table import ALIASES, ROWS
 
 OpLike = str | Callable[..., Any]
 
-#: torch functions whose name is not the ATen op that they run
+#: torch functions whose name differs from the ATen op that they run
 FUNCTION_NAMES = {
     "cross_entropy": "cross_entropy_loss",
     "multi_head_attention_forward": "scaled_dot_product_attention",
@@ -22,7 +22,7 @@ FUNCTION_NAMES = {
     "__matmul__": "matmul",
     "truediv": "div",
 }
-#: other names of one op: who lists one of them means all of them
+#: other names of one op: listing one of them lists all of them
 EQUIVALENT = {
     "nll_loss": "nll_loss_nd", "nll_loss2d": "nll_loss_nd",
     "divide": "div", "true_divide": "div", "multiply": "mul", "subtract": "sub",
@@ -37,14 +37,14 @@ EQUIVALENT = {
 
 @functools.cache
 def rows_by_name() -> dict[str, Row]:
-    """The table as a mapping, aliases (functional and backward forms) included."""
+    """Return the table as a mapping, including aliases (functional and backward forms)."""
     rows = {row.name: row for row in ROWS}
     rows.update({alias: rows[name] for alias, name in ALIASES.items()})
     return rows
 
 
 def find_row(name: str) -> Row | None:
-    """The row that governs an op; an in-place op (``relu_``) has its plain op's row."""
+    """Return the row that governs an op; an in-place op (``relu_``) has its plain op's row."""
     rows = rows_by_name()
     found = rows.get(name)
     if found is None and name.endswith("_") and not name.endswith("__"):
@@ -53,13 +53,13 @@ def find_row(name: str) -> Row | None:
 
 
 def canonical(op: OpLike) -> str:
-    """The name under which lists and policies keep an op.
+    """Return the name under which lists and policies keep an op.
 
     >>> import torch
     >>> canonical("aten.linear"), canonical(torch.nn.functional.linear), canonical(torch.ops.aten.linear)
     ('linear', 'linear', 'linear')
     """
-    if type(op).__name__ == "CustomOpDef":  # what torch.library.custom_op gives
+    if type(op).__name__ == "CustomOpDef":  # what torch.library.custom_op returns
         op = getattr(op, "_opoverload")  # noqa: B009 (no public name leads to it)
     if isinstance(op, OpOverload):
         return _known(_from_qualified(schema_of(op).name), op)
@@ -70,7 +70,7 @@ def canonical(op: OpLike) -> str:
     name = getattr(op, "__name__", None)
     if not callable(op) or name is None:
         raise UnknownOpError(
-            f"{op!r} is no op: give a name such as 'linear', a function such as "
+            f"{op!r} is not an op: pass a name such as 'linear', a function such as "
             "torch.nn.functional.linear, or torch.ops.aten.linear."
         )
     return _known(FUNCTION_NAMES.get(name, name), op)
@@ -100,6 +100,6 @@ def _known(name: str, given: OpLike) -> str:
         return EQUIVALENT.get(plain, plain)
     rule = (
         "Ops are named as in torch.ops.aten; "
-        "a custom op is 'namespace::name' and must be registered before the policy is made."
+        "a custom op is 'namespace::name' and must be registered before the policy is created."
     )
     raise UnknownOpError(f"Unknown op {given!r}.", hint=f"{suggestion(name, rows_by_name(), most=3)} {rule}".strip())

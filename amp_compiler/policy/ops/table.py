@@ -1,7 +1,7 @@
 """The op table: one row per op, with the reason for its class. Data only.
 
 A reason is a phrase for the person who reads a report: what would go wrong in low precision, or why nothing can. It
-stands alone or behind a colon (``follows its input: reads the same values in another shape``), so it starts in lower
+is used alone or after a colon (``follows its input: reads the same values in another shape``), so it starts in lower
 case and has no full stop.
 """
 
@@ -29,7 +29,7 @@ _ONE_ROUNDING = "rounds its result once: safe in low precision as long as the va
 _JUMP = "has jumps: a value that is rounded before the op can land on the other side of one"
 _COMPARE = "compares values: rounding makes equal what was not, so both sides keep the wider dtype"
 _FINITE = "looks for inf: rounding to fp16 first would turn large finite values into inf"
-_TRUTH = "asks which values are zero: in fp16 tiny values round to zero and the answer changes"
+_TRUTH = "tests which values are zero: in fp16 tiny values round to zero and the result changes"
 _GATE = "multiplies its input by a gate between 0 and 1: cannot overflow, and the kernel computes in fp32"
 _BOUNDED = "bounded and smooth: cannot overflow, and the kernel computes in fp32"
 _EXP_TAIL = "linear above zero and bounded below: its exponential cannot overflow"
@@ -59,12 +59,12 @@ _EIGEN = "finds eigenvalues: rounding merges close ones, and torch has no low-pr
 _DETERMINANT = "multiplies the pivots of a factorization: the product leaves the range of fp16 quickly"
 _MATRIX_POWER = "multiplies a matrix by itself repeatedly: errors and magnitudes grow each time"
 _FFT = "sums over the whole signal in complex numbers, which have no bf16 form"
-_COMPLEX = "makes complex numbers, which have no bf16 form and few fp16 kernels"
+_COMPLEX = "creates complex numbers, which have no bf16 form and few fp16 kernels"
 _FROM_COMPLEX = "reads complex numbers, whose dtype is never changed"
-_QUANTIZE = "rounds to a grid: rounding to a low dtype first would move values to other grid points"
+_QUANTIZE = "rounds to a grid: rounding to low precision first would move values to other grid points"
 _QUANTIZED = "works on quantized data, whose dtypes are part of the format"
 _MAX_POOL = "picks the largest value of each window, which rounding does not change"
-_MAX_POOL_INDICES = "gives the index of the largest value too: rounding makes ties, so the index can change"
+_MAX_POOL_INDICES = "also returns the index of the largest value: rounding makes ties, so the index can change"
 _AVG_POOL = "averages a small window, summed in fp32 inside the kernel: never larger than its inputs"
 _NEAREST = "copies values: there is no arithmetic to protect"
 _INTERPOLATE = "weighs neighboring values: small weights and their sums lose digits in low precision"
@@ -81,27 +81,27 @@ _ZEROED = "copies values and puts zeros around them"
 _LOOKUP = "copies the values that the indices name"
 _CHOOSE = "picks one of its inputs for each element; a scalar among them must fit the dtype"
 _WRITE = "copies one tensor into a part of another"
-_MAY_ADD = "writes values, and can add up those that meet in one place"
-_ADDS = "adds up values that meet in one place, so it takes the widest of its inputs"
-_REDUCES = "combines values that meet in one place, so it takes the widest of its inputs"
+_MAY_ADD = "writes values, and can add up those with the same index"
+_ADDS = "adds up values with the same index, so it runs in the widest dtype of its inputs"
+_REDUCES = "combines values with the same index, so it runs in the widest dtype of its inputs"
 _ORDER = "picks values by size, which rounding does not change"
 _CLAMP = "picks the value or its bound, which rounding does not change; a scalar bound must fit the dtype"
 _SIGN_BIT = "changes only the sign bit"
-_INDICES = "gives indices too: rounding makes ties, so an index can change"
-_INDICES_ONLY = "gives indices: rounding makes ties, so an index can change"
+_INDICES = "also returns indices: rounding makes ties, so an index can change"
+_INDICES_ONLY = "returns indices: rounding makes ties, so an index can change"
 _QUANTILE = "interpolates between sorted values, and torch has no low-precision kernel"
 _UNIQUE = "finds distinct values: rounding merges close ones and changes the shape of the result"
-_BUCKET = "gives the index of a bucket: a rounded value or edge ends up in the wrong one"
+_BUCKET = "returns the index of a bucket: a rounded value or edge ends up in the wrong one"
 _ADDS_BACK = "the forward copies a value to many places, so the gradient adds them up"
-_INTEGERS = "takes integers or bools: there is nothing to cast"
-_CREATE = "makes a tensor in the dtype that the model's code gives it"
-_LIKE = "reads only the shape of its input and makes a tensor in the dtype that the model's code gives it"
-_WINDOW = "makes a window for a Fourier transform, which runs in fp32"
+_INTEGERS = "works on integers or bools: there is nothing to cast"
+_CREATE = "creates a tensor in the dtype that the model's code gives it"
+_LIKE = "reads only the shape of its input and creates a tensor in the dtype that the model's code gives it"
+_WINDOW = "creates a window for a Fourier transform, which runs in fp32"
 _CONSTANT = "brings a constant of the model into the graph"
 _RANDOM = "draws random numbers: another dtype would draw different ones from the same seed"
 _TARGET = "writes into a tensor that other code holds, so the dtype stays"
 _ASSERT = "a check in the model's code: it must see the values that it was written for"
-_PYTHON = "gives a value or a shape to Python: there is no tensor to cast"
+_PYTHON = "returns a value or a shape to Python: there is no tensor to cast"
 _SCALER = "part of the loss scaler, which works on the gradients as they are and on an fp32 scale"
 
 _BCE = (
@@ -132,9 +132,9 @@ ALL_ROWS: Final[tuple[Row, ...]] = (
     Row("linalg_multi_dot", LOW, "a chain of matrix products, each of which adds up in fp32"),
     Row("linalg_vecdot", LOW, "a batch of dot products computed as a matrix product, which adds up in fp32"),
     Row("_grouped_mm", LOW, "many matrix products in one bf16 kernel, which adds up in fp32", stride_bytes=16),
-    Row("dot", FOLLOW, "one long sum with little work to save, so it takes the widest of its inputs"),
-    Row("vdot", FOLLOW, "one long sum with little work to save, so it takes the widest of its inputs"),
-    Row("bilinear", FOLLOW, "has little work to save, so it takes the widest of its inputs"),
+    Row("dot", FOLLOW, "one long sum with little work to save, so it runs in the widest dtype of its inputs"),
+    Row("vdot", FOLLOW, "one long sum with little work to save, so it runs in the widest dtype of its inputs"),
+    Row("bilinear", FOLLOW, "has little work to save, so it runs in the widest dtype of its inputs"),
     Row("kron", FOLLOW, "multiplies each pair of values: no sum, so each element rounds once"),
     # Convolutions
     Row("conv1d", LOW, _CONV),
@@ -180,8 +180,8 @@ ALL_ROWS: Final[tuple[Row, ...]] = (
     Row("addcdiv", FOLLOW, "a quotient and a sum: two roundings at most, safe as long as the values are in range"),
     Row("lerp", FOLLOW, "a weighted mean of two values: the result lies between them"),
     Row("floor_divide", FOLLOW, "rounds a quotient down: a rounded input can move it by one"),
-    Row("remainder", FOLLOW, "exact for the operands that it gets, whose own rounding it cannot undo"),
-    Row("fmod", FOLLOW, "exact for the operands that it gets, whose own rounding it cannot undo"),
+    Row("remainder", FOLLOW, "exact for its operands, whose own rounding it cannot undo"),
+    Row("fmod", FOLLOW, "exact for its operands, whose own rounding it cannot undo"),
     Row("cross", FOLLOW, "differences of products: close ones cancel, as in any subtraction"),
     Row("linalg_cross", FOLLOW, "differences of products: close ones cancel, as in any subtraction"),
     Row("diff", FOLLOW, "subtracts neighbors: exact where they are close, else rounds once"),
@@ -205,7 +205,7 @@ ALL_ROWS: Final[tuple[Row, ...]] = (
     Row("sign", FOLLOW, _JUMP),
     Row("sgn", FOLLOW, _JUMP),
     Row("heaviside", FOLLOW, _JUMP),
-    Row("signbit", FOLLOW, "gives a bool, and rounding keeps the sign"),
+    Row("signbit", FOLLOW, "returns a bool, and rounding keeps the sign"),
     Row("angle", FOLLOW, "0 or pi for a real value: only pi itself is rounded"),
     # Comparisons and tests
     Row("eq", FOLLOW, _COMPARE),
@@ -222,8 +222,8 @@ ALL_ROWS: Final[tuple[Row, ...]] = (
     Row("isinf", FOLLOW, _FINITE),
     Row("isposinf", FOLLOW, _FINITE),
     Row("isneginf", FOLLOW, _FINITE),
-    Row("isnan", FOLLOW, "gives a bool, and rounding makes no NaN"),
-    Row("isreal", FOLLOW, "gives a bool: always true for a float"),
+    Row("isnan", FOLLOW, "returns a bool, and rounding never creates a NaN"),
+    Row("isreal", FOLLOW, "returns a bool: always true for a float"),
     Row("logical_and", FOLLOW, _TRUTH),
     Row("logical_or", FOLLOW, _TRUTH),
     Row("logical_xor", FOLLOW, _TRUTH),
@@ -587,7 +587,7 @@ ALL_ROWS: Final[tuple[Row, ...]] = (
     Row("_upsample_bilinear2d_aa", FP32, _INTERPOLATE, fp32_only=True),
     Row("_upsample_bicubic2d_aa", FP32, _INTERPOLATE, fp32_only=True),
     Row("_upsample_lanczos2d_aa", FP32, _INTERPOLATE, fp32_only=True),
-    Row("affine_grid_generator", FP32, "makes coordinates, which low precision misplaces by whole pixels"),
+    Row("affine_grid_generator", FP32, "computes coordinates, which low precision misplaces by whole pixels"),
     Row("grid_sampler", FOLLOW, _GRID),
     Row("grid_sampler_2d", FOLLOW, _GRID),
     Row("grid_sampler_3d", FOLLOW, _GRID),
@@ -764,7 +764,7 @@ ALL_ROWS: Final[tuple[Row, ...]] = (
     Row("replication_pad1d_backward", FOLLOW, _ADDS_BACK),
     Row("replication_pad2d_backward", FOLLOW, _ADDS_BACK),
     Row("replication_pad3d_backward", FOLLOW, _ADDS_BACK),
-    Row("hardtanh_backward", FOLLOW, "asks which inputs are inside the bounds: rounding can move a value onto one"),
+    Row("hardtanh_backward", FOLLOW, "tests which inputs are inside the bounds: rounding can move a value onto one"),
     # Integers
     Row("bitwise_and", KEEP, _INTEGERS),
     Row("bitwise_or", KEEP, _INTEGERS),
@@ -776,7 +776,7 @@ ALL_ROWS: Final[tuple[Row, ...]] = (
     Row("lcm", KEEP, _INTEGERS),
     Row("one_hot", KEEP, _INTEGERS),
     Row("bincount", KEEP, "counts integers and adds up weights in fp64"),
-    Row("nextafter", KEEP, "gives the next number of its dtype, which is different in each dtype"),
+    Row("nextafter", KEEP, "returns the next number of its dtype, which is different in each dtype"),
     Row("frexp", KEEP, "splits a number of its dtype, which is different in each dtype"),
     # Creation
     Row("zeros", KEEP, _CREATE),
@@ -869,7 +869,7 @@ ROWS: Final[tuple[Row, ...]] = tuple(row for row in ALL_ROWS if has_op(row.name)
 
 # Functional, internal and backward ops, and other spellings: the row that governs each.
 # A backward that is not safe under its forward's class has a row of its own or another row here:
-# threshold_backward asks for the sign of its saved input, so it is under threshold and not under relu.
+# threshold_backward tests the sign of its saved input, so it is listed under threshold and not under relu.
 ALIASES: Final[Mapping[str, str]] = MappingProxyType(
     {
         # Other spellings of an op

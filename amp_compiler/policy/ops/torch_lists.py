@@ -3,12 +3,12 @@
 Names are the dispatcher's: ``"linear"`` is the default overload, ``"conv2d.padding"`` another one. An
 overload that is not listed is not touched by autocast, even where its sibling is.
 
-- ``low``: floating inputs are cast to the low dtype.
+- ``low``: floating inputs are cast to the low-precision dtype.
 - ``fp32``: floating inputs are cast to fp32.
 - ``promote``: floating inputs are cast to the widest dtype among them.
 - ``fp32_set_dtype``: inputs stay as they are and the op is asked for an fp32 result, unless the caller
-  gave a ``dtype`` of his own. ``norm.Scalar`` and ``norm.ScalarOpt_dim`` have no such argument: autocast
-  calls their sibling overload that has.
+  passed a ``dtype``. ``norm.Scalar`` and ``norm.ScalarOpt_dim`` have no such argument: autocast calls
+  the overload that has one.
 - ``banned``: refused with an error.
 """
 

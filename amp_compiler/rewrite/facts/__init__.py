@@ -10,7 +10,7 @@ from .functional import BATCHED, FOLDED, FUNCTIONAL, FUSED, LOWERED, PAST_AUTOGR
 from .parallel import REDUCED, REDUCED_IN_PLACE
 from .training import ACCUMULATED, HOISTED, IN_PLACE, SCALED, STEP
 
-#: name -> fact, of all that are defined here
+#: name -> fact, for all facts of this package
 ALL: dict[str, Fact] = {
     value.name: value
     for family in (forward, conversion, functional, training, parallel)

@@ -13,7 +13,7 @@ from ..base import Context, Dialect, Fact, Place
 
 
 def _frozen(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
-    """No rounding of a weight is left to run time, but for those that the low dtype cannot hold."""
+    """No weight is rounded at run time, except those that low precision cannot represent."""
     if ctx.weights is None:
         return
     outputs = {n for n in pytree.tree_leaves(next(iter(reversed(gm.graph.nodes))).args) if isinstance(n, fx.Node)}
@@ -28,7 +28,7 @@ def _frozen(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
 
 
 def _moved(node: fx.Node) -> Iterator[fx.Node]:
-    """What reads a weight, also behind ops that only move its values and take nothing else."""
+    """Yield the readers of a weight, also through ops that only move its values."""
     for user in node.users:
         yield user
         if moves(user) and len(user.all_input_nodes) == 1:
@@ -37,6 +37,6 @@ def _moved(node: fx.Node) -> Iterator[fx.Node]:
 
 FROZEN = Fact(
     "frozen", Dialect.PRE_DISPATCH,
-    "No rounding of a weight is left to run time, but for weights that the low dtype cannot hold.",
+    "No weight is rounded at run time, except those that the low-precision dtype cannot represent.",
     check=_frozen, made_by="freeze_parameters", inside=False,
 )  # fmt: skip

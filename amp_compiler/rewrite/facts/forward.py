@@ -17,7 +17,7 @@ from ..base import Context, Dialect, Fact, Place
 def only_aten(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
     for node in gm.graph.nodes:
         if node.op in ("call_module", "call_method"):
-            place.fail("is no ATen call.", node)
+            place.fail("is not an ATen call.", node)
 
 
 def _normalized(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
@@ -27,11 +27,11 @@ def _normalized(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
         if ir.op_name(node) == "amp::scope":
             place.fail("is a precision scope that is still a node.", node)
         if ir.is_float_cast(node) and node.target is not torch.ops.aten.to.dtype:
-            place.fail("is a cast in another spelling than aten.to.dtype.", node)
+            place.fail("is a cast that is not written as aten.to.dtype.", node)
 
 
 def _origin(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
-    """A dtype can only have followed another where the trace says fp32 and the twin the low dtype."""
+    """A dtype can only have followed another if it is fp32 in the trace and low in the twin."""
     for node in gm.graph.nodes:
         known = ir.origin(node)
         if known is None or not known.follows:
@@ -53,7 +53,7 @@ def _assigned(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
             if expected is not None and known.precision != expected:
                 place.fail(f"is {known.precision}, but the level's table says {expected}.", node)
         if known.mode is not Mode.NATIVE and _written_and_cast(node, known):
-            place.fail("would have an argument cast that it writes to: the write would be lost.", node)
+            place.fail("writes to an argument that would be cast: the write would be lost.", node)
         if known.precision in low_dtypes and known.cls is OpClass.FP32 and known.rule is Rule.TABLE:
             place.fail("is on the black list and low.", node)
         if known.precision in low_dtypes and known.mode is Mode.CAST and known.rule in (Rule.TABLE, Rule.FOLLOW_LIST):
@@ -73,7 +73,7 @@ def _written_and_cast(node: fx.Node, known: ir.Decision) -> bool:
 
 def _expected(cls: OpClass | None, policy: Policy) -> torch.dtype | None:
     if cls is OpClass.LOW:
-        return None  # the low dtype may be a region's own
+        return None  # a region may have its own low-precision dtype
     return torch.float32 if policy.level_row.treatment(cls) is Treatment.FP32 else None
 
 
@@ -86,7 +86,7 @@ def _cast(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
         if len(values) == len(known.out):
             for value, dtype in zip(values, known.out, strict=True):
                 if value is not None and dtype is not None and value.dtype != dtype:
-                    place.fail(f"is decided to give {dtype}, its value says {value.dtype}.", node)
+                    place.fail(f"was decided to return {dtype}, but its value is {value.dtype}.", node)
         if ir.is_higher_order(node) and known.rule in (Rule.TRANSPARENT, Rule.SEALED):
             _same_as_bodies(gm, node, place)
         if known.mode is Mode.CAST and node.op == "call_function" and not ir.is_higher_order(node):
@@ -99,7 +99,7 @@ def _cast(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
 
 
 def _same_as_bodies(gm: fx.GraphModule, node: fx.Node, place: Place) -> None:
-    """What a higher-order node gives is what the graphs inside it give, where they give as many values."""
+    """A higher-order node returns the dtypes of the graphs inside it, if they return as many values."""
     if ir.op_name(node) == "higher_order::autograd_function_apply":
         return  # one of its graphs is a backward
     said = [None if v is None else v.dtype for v in ir.tensor_outputs(node)]
@@ -108,7 +108,7 @@ def _same_as_bodies(gm: fx.GraphModule, node: fx.Node, place: Place) -> None:
         if len(gives) == len(said) and any(
             a is not None and b is not None and a != b for a, b in zip(gives, said, strict=True)
         ):
-            place.fail(f"gives {said}, but its body '{name}' gives {gives}.", node)
+            place.fail(f"returns {said}, but its body '{name}' returns {gives}.", node)
 
 
 CAPTURED = Fact(
@@ -127,8 +127,8 @@ ORIGIN = Fact(
 )  # fmt: skip
 ASSIGNED = Fact(
     "assigned", Dialect.PRE_DISPATCH,
-    'Every call has a `Decision` (`node.meta["amp"]`) with a reason; nothing would cast an argument that it writes to; '
-    "at O2 only a white-listed op rounds a value that an fp32 op made (`amp_compiler/ir/wide.py` has the rule).",
+    'Every call has a `Decision` (`node.meta["amp"]`) with a reason; no argument that is written to would be cast; '
+    "at O2 only a white-listed op rounds the result of an fp32 op (`amp_compiler/ir/wide.py` has the rule).",
     check=_assigned, made_by="assign_precision",
 )  # fmt: skip
 CAST = Fact(

@@ -15,17 +15,17 @@ from ..base import Context, Dialect, Fact, Place
 from .forward import only_aten
 
 aten = torch.ops.aten
-PRODUCTS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1}  # op -> place of the left operand
+PRODUCTS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1}  # op -> position of the left operand
 COMPOSITE = {aten.linear.default, aten.matmul.default, aten.layer_norm.default, aten.batch_norm.default,
              aten.conv1d.default, aten.conv2d.default, aten.softmax.int}  # fmt: skip
 VIEWS = {aten.view.default, aten._unsafe_view.default, aten.expand.default}
-#: what ``batch_casts`` takes: vectors of at most so many elements, and no fewer casts of them than this, below which
-#: cat and split cost more than they save
+#: ``batch_casts`` batches vectors of at most ``LARGEST`` elements, if there are at least ``FEWEST`` casts of them; with
+#: fewer, cat and split cost more than they save
 LARGEST, FEWEST = 1 << 14, 3
 
 
 def _functional(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
-    """Only ATen, and the only writes are those that give inputs their new values at the end."""
+    """Only ATen calls, and the only writes are those that copy new values into inputs at the end."""
     only_aten(gm, ctx, place)
     for node in gm.graph.nodes:
         for name, arg in ir.tensor_args(node):
@@ -34,17 +34,17 @@ def _functional(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
 
 
 def _past_autograd(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
-    """A conversion's graph is never differentiated; any other that will be has casts that record themselves."""
+    """A conversion's graph is never differentiated; in any other that still will be, casts require gradients."""
     for node in gm.graph.nodes if ctx.weights is None else ():
         if node.target is aten.to.dtype:
             place.fail("is a cast that autograd has not seen yet: moving it could change a gradient.", node)
 
 
 def _decomposed(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
-    """No op of the kinds that every network has and that AOTAutograd always takes apart."""
+    """No common op is left that AOTAutograd always decomposes."""
     for node in gm.graph.nodes if ctx.weights is None else ():
         if node.target in COMPOSITE:
-            place.fail("is made of other ops, which autograd would have recorded.", node)
+            place.fail("is a composite of other ops, which autograd would have recorded.", node)
 
 
 def _folded(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
@@ -68,7 +68,7 @@ def _folded(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
 
 
 def _viewed(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
-    """No transposition undoes another, unless the caller gets it: an input is not returned in its place."""
+    """No transposition undoes another, unless it is an output, which must not be replaced by an input."""
     returned = ir.output_nodes(gm.graph)
     for node in gm.graph.nodes:
         inner = node.args[0] if node.target is torch.ops.aten.t.default else None
@@ -79,7 +79,7 @@ def _viewed(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
 
 
 def _no_idle_view(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
-    """No view has the shape and the order in memory of what it reads, unless it makes a result of an input."""
+    """No view has the shape and memory layout of its source, unless it is an output made from an input."""
     returned, classes = ir.output_nodes(gm.graph), ir.alias_classes(gm.graph)
     written = {classes[n] for n in ir.written_nodes(gm.graph)}
     for node in gm.graph.nodes:
@@ -94,13 +94,13 @@ def _no_idle_view(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
 
 
 def _fused(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
-    """No product is left that ``amp::cast_matmul`` would compute, as far as one look at it can tell."""
+    """No product is left that ``amp::cast_matmul`` should compute, as far as the product itself shows."""
     for node in gm.graph.nodes if ctx.policy.autocast_device is None else ():
         value = ir.tensor_of(node) if node.target in PRODUCTS and not node.kwargs else None
         if value is None or value.dtype not in ir.LOW_DTYPES or not takes_bias(node):
             continue
         if value.device.type == "cpu" and runs_wide(value.dtype):
-            place.fail("is a low product that this CPU computes in fp32.", node)
+            place.fail("is a low-precision product that this CPU computes in fp32.", node)
         if value.device.type == "cuda" and ctx.backend == "eager":
             left = PRODUCTS[node.target]
             for operand in node.args[left : left + 2]:
@@ -109,7 +109,7 @@ def _fused(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
 
 
 def takes_bias(node: fx.Node) -> bool:
-    """What is added, if anything is, must be one number per column."""
+    """True if nothing is added to the product, or one number per column."""
     bias = node.args[0] if node.target is aten.addmm.default else None
     value = ir.tensor_of(bias) if isinstance(bias, fx.Node) else None
     return node.target is not aten.addmm.default or (value is not None and value.dim() == 1)
@@ -121,7 +121,7 @@ def _of_input(cast: fx.Node) -> bool:
 
 
 def wanted_kernel(node: fx.Node) -> tuple[Any, str]:
-    """The kernel that should run for a node and why, by the table of kernels; its own op and "" if there is none."""
+    """Return the kernel that should run for a node and why, from the table of kernels; its own op and "" if none."""
     row = BY_OP.get(node.target) if isinstance(node.target, OpOverload) else None
     why = row.why([v for _, a in ir.tensor_args(node) if (v := ir.tensor_of(a)) is not None]) if row is not None else ""
     return (row.kernel, why) if row is not None and why else (node.target, "")
@@ -132,11 +132,11 @@ def _lowered(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
     for node in gm.graph.nodes if ctx.policy.autocast_device is None else ():
         kernel, why = wanted_kernel(node)
         if kernel is not node.target:
-            place.fail(f"should run by a kernel of ours, {why}.", node)
+            place.fail(f"should be replaced by one of our kernels, {why}.", node)
 
 
 def alike_casts(graph: fx.Graph) -> list[list[fx.Node]]:
-    """The casts of short one-dimensional inputs that one cast could do, ``FEWEST`` or more together."""
+    """Return groups of ``FEWEST`` or more casts of short one-dimensional inputs that one cast could replace."""
     frozen = ir.written_nodes(graph) | ir.output_nodes(graph)
     groups: dict[tuple[torch.dtype, torch.dtype, torch.device], list[fx.Node]] = {}
     for node in graph.nodes:
@@ -158,31 +158,31 @@ def _short_input(node: fx.Node) -> torch.Tensor | None:
 
 
 def _batched(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
-    """No casts of short vectors are left that one cast could do."""
+    """No casts of short vectors are left that one cast could replace."""
     for casts in alike_casts(gm.graph):
-        place.fail(f"is one of {len(casts)} casts that one cast could do.", casts[0])
+        place.fail(f"is one of {len(casts)} casts that one cast could replace.", casts[0])
 
 
 FUNCTIONAL = Fact(
     "functional", Dialect.FUNCTIONAL,
-    "Only ATen calls, and the only writes are those that give inputs their new values at the end.", check=_functional,
+    "Only ATen calls, and the only writes are those that copy new values into inputs at the end.", check=_functional,
 )  # fmt: skip
 PAST_AUTOGRAD = Fact(
     "past_autograd", None,
-    "Nothing will be differentiated any more: gradients are nodes of the graph, or it is for inference only.",
+    "The graph will not be differentiated again: gradients are nodes of it, or it is for inference only.",
     check=_past_autograd, deep=_decomposed,
 )  # fmt: skip
 FOLDED = Fact(
     "folded", None, "No cast repeats another, none follows a lossless one.", check=_folded, made_by="fold_casts"
 )
 VIEWED = Fact(
-    "viewed", Dialect.FUNCTIONAL, "No transposition undoes another, no view shows what it reads unchanged.",
+    "viewed", Dialect.FUNCTIONAL, "No transposition undoes another, and no view shows its source unchanged.",
     check=_viewed, deep=_no_idle_view, made_by="fold_views",
 )  # fmt: skip
 FUSED = Fact(
     "fused", Dialect.FUNCTIONAL,
-    "No product of low operands is left on a CPU that computes it in fp32; with the eager backend none on a GPU is "
-    "the only reader of a rounded input.",
+    "No product of low operands is left on a CPU that computes it in fp32; with the eager backend, no product on a GPU "
+    "is the only reader of a rounded input.",
     check=_fused, made_by="fuse_cast_matmul", inside=False,
 )  # fmt: skip
 LOWERED = Fact(

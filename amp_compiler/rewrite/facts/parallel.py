@@ -10,7 +10,7 @@ from ... import ir
 from ...common.torch_names import pytree
 from ..base import Context, Dialect, Fact, Place
 
-#: what gives an average or a sum over the group to every process, or its part of it
+#: collectives that return an average or a sum over the group to every process, or a part of it
 _REDUCES = ("all_reduce", "all_reduce_", "reduce_scatter_tensor")
 
 
@@ -20,14 +20,14 @@ def _results(gm: fx.GraphModule) -> list[Any]:
 
 
 def collective(node: Any) -> str:
-    """The name of a collective op (``"all_reduce"``), or "" for any other node."""
+    """Return the name of a collective op (``"all_reduce"``), or "" for any other node."""
     name = ir.op_name(node) if isinstance(node, fx.Node) and node.op == "call_function" else ""
     return name.rpartition("::")[2] if name.startswith("_c10d_functional::") else ""
 
 
 def _reduced(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
-    """Each path from the loss's tangent, or from a sum of earlier gradients, to a gradient meets one reduction; the
-    overflow flag is computed from what was reduced, so that it is the same in every process."""
+    """Each path from the loss's tangent, or from a sum of earlier gradients, to a gradient has one reduction; the
+    overflow flag is computed from the reduced gradients, so it is the same in every process."""
     met: dict[fx.Node, set[int]] = {}
     for node in gm.graph.nodes:
         if node.op == "placeholder":
@@ -55,7 +55,7 @@ def _reduced_in_place(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
     _reduced(gm, ctx, place)
     for node in gm.graph.nodes:
         if collective(node) == "all_reduce":
-            place.fail("reduces into new memory, and could do it in place.", node)
+            place.fail("reduces into new memory, but could do it in place.", node)
 
 
 REDUCED = Fact(

@@ -17,7 +17,7 @@ def _results(gm: fx.GraphModule) -> list[Any]:
 
 
 def _step(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
-    """Every input of a training step's graph has a role, and every output."""
+    """Every input and output of a training step's graph has a role."""
     for node in gm.graph.nodes:
         if node.op == "placeholder" and not isinstance(node.meta.get(ir.ROLE), ir.Role):
             place.fail("is an input without a role.", node)
@@ -29,8 +29,8 @@ def _step(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
 def _scaled(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
     """Every gradient is scaled and unscaled exactly once, and nothing else depends on the scale.
 
-    Each path from the loss's tangent counts how often it meets the scale and ``amp::unscale``. What autograd puts
-    between is linear in the tangent, so a gradient with one of each on all its paths is the gradient itself.
+    On each path from the loss's tangent, the scale and ``amp::unscale`` are counted. What autograd computes in between
+    is linear in the tangent, so a gradient with one of each on all its paths is the true gradient.
     """
     _step(gm, ctx, place)
     inputs = {n.meta[ir.ROLE].kind: n for n in gm.graph.nodes if n.op == "placeholder"}
@@ -49,7 +49,7 @@ def _scaled(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
             times = {(scaled + 1, unscaled) for scaled, unscaled in times}
         elif scale in node.all_input_nodes:
             if ir.op_name(node) != "reciprocal" or any(ir.op_name(u) != "amp::unscale" for u in node.users):
-                place.fail("uses the scale for something else than scaling and unscaling.", node)
+                place.fail("uses the scale for something other than scaling and unscaling.", node)
         elif tangent in node.all_input_nodes:
             place.fail("uses the loss's tangent before it is scaled.", node)
         elif (given := _unscaled_by(node)) is not None:
@@ -69,7 +69,7 @@ def _scaled(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
 
 
 def _unscaled_by(node: fx.Node) -> fx.Node | None:
-    """The gradient that went into ``amp::unscale`` where this node comes out: ``unscale(…)[0][i]``."""
+    """Return the gradient that was passed to ``amp::unscale``, for a node that is ``unscale(…)[0][i]``."""
     if not ir.is_getitem(node):
         return None
     gradients, place = node.args
@@ -92,11 +92,11 @@ def _is_zero(node: fx.Node) -> bool:
 def _none_left(gm: fx.GraphModule, place: Place) -> None:
     left = ir.unscale_of(gm)
     if left is not None:
-        place.fail("unscales gradients into new memory, and could do it in place.", left[0])
+        place.fail("unscales gradients into new memory, but could do it in place.", left[0])
 
 
 def _in_place(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
-    """What is unscaled in place is each gradient, once, and no memory that anything else holds."""
+    """Each gradient is unscaled in place once, and nothing else shares its memory."""
     op = next((n for n in gm.graph.nodes if ir.op_name(n) == "amp::unscale_"), None)
     if op is None:
         _none_left(gm, place)
@@ -105,7 +105,7 @@ def _in_place(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
     classes = ir.alias_classes(gm.graph)
     gradients = [n for role, n in zip(gm.meta[ir.ROLE], _results(gm), strict=True) if role.kind == "gradient"]
     if own != gradients:
-        place.fail(f"unscales {own}, and the gradients are {gradients}.", op)
+        place.fail(f"unscales {own}, but the gradients are {gradients}.", op)
     others = [n for n in gm.graph.nodes if n.op == "placeholder" and n is not op]
     others += [n for role, n in zip(gm.meta[ir.ROLE], _results(gm), strict=True) if role.kind != "gradient"]
     held = [classes[n] for n in (*own, *others)]
@@ -132,7 +132,7 @@ def _hoisted(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
         if ir.is_float_cast(node) and node not in frozen and ir.cast_source(node).op == "placeholder":
             role = ir.cast_source(node).meta.get(ir.ROLE)
             if role is not None and role.kind == "primal" and role.index in gm.meta[ir.PARAMETER]:
-                place.fail("casts a parameter once a micro-batch.", node)
+                place.fail("casts a parameter once per micro-batch.", node)
 
 
 STEP = Fact(
@@ -142,7 +142,7 @@ STEP = Fact(
 )  # fmt: skip
 SCALED = Fact(
     "scaled", Dialect.FUNCTIONAL,
-    "On every path from the loss's tangent to a gradient the scale and `amp::unscale` stand exactly once, and nothing "
+    "On every path from the loss's tangent to a gradient, the scale and `amp::unscale` occur exactly once, and nothing "
     "else depends on the scale.",
     check=_scaled, made_by="scale_loss", inside=False,
 )  # fmt: skip
@@ -155,6 +155,6 @@ ACCUMULATED = Fact(
     check=_accumulated, made_by="accumulate_in_place", inside=False,
 )  # fmt: skip
 IN_PLACE = Fact(
-    "in_place", Dialect.FUNCTIONAL, "Each gradient is unscaled once, in memory that nothing else holds.",
+    "in_place", Dialect.FUNCTIONAL, "Each gradient is unscaled once, in memory that nothing else shares.",
     check=_in_place, made_by="unscale_in_place", inside=False,
 )  # fmt: skip

@@ -131,7 +131,7 @@ def test_dot_has_every_op_and_module(joint: Inspection) -> None:
 
 def test_svg_says_what_is_missing(forward: Inspection, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(DrawingError, match=r"install it .*or take --format html"):
+    with pytest.raises(DrawingError, match=r"install it .*or use --format html"):
         dot.svg(forward.last)
 
 

@@ -1,7 +1,7 @@
 "use strict";
 // The picture without the page: a tree of modules, what is visible of it, and where dagre puts it.
-// A module that is open is laid out by itself and then stands in its parent as one box, so that no single layout is
-// large and opening a module leaves the inside of the others as it was.
+// An open module is laid out by itself and is then one box in its parent, so no single layout is large, and opening a
+// module does not change the inside of the others.
 const Layout = (() => {
   const HEADER = 26, PORT = 6, MANY = 3;
   const HIDDEN = new Set(["parameter", "buffer", "constant", "select"]);
@@ -59,7 +59,7 @@ const Layout = (() => {
   const box = (path, title, parent) => ({key: "m:" + path, path, title, parent, children: []});
   const isBox = thing => thing.children !== undefined;
 
-  /** A box that holds nothing but one other becomes that one; a box of one op and no cast is the op itself. */
+  /** Replace a box that only contains one other box by that box, and a box of one op without casts by the op. */
   function flatten(made) {
     made.children.filter(isBox).forEach(flatten);
     made.children = made.children.flatMap(child => {
@@ -148,7 +148,7 @@ const Layout = (() => {
     return {width: Math.max(64, textWidth(title, 12) + 22, textWidth(detail, 10) + 22), height: detail ? 38 : 26};
   }
 
-  /** Lay out what is visible of a tree. `say(thing)` gives its title and detail. Boxes nest: {x, y, width, height,
+  /** Lay out what is visible of a tree. `say(thing)` returns its title and detail. Boxes nest: {x, y, width, height,
    *  thing, inside}; lines are lists of points in the coordinates of the box that holds them. */
   function layout(made, open, say) {
     const inside = new Map();  // key of an open box -> the edges, and the ports on its border
@@ -213,7 +213,7 @@ const Layout = (() => {
       const size = inner.get(child.key) || measure(child, say);
       add(child.key, size.width, size.height);
     }
-    // ports stand in a rank of their own, held together by a node above or below them that is not shown
+    // ports have a rank of their own, held together by an invisible node above or below them
     for (const [ports, end] of [[ins, "top"], [outs, "bottom"]]) {
       if (ports.size) add(end, 1, 1);
       for (const port of ports) {
@@ -222,11 +222,11 @@ const Layout = (() => {
         wanted.push([numbers.get(a), numbers.get(b), 100]);
       }
     }
-    const readers = new Map(), drawn = new Set();  // by value: in how many places it is read, and which have a line
+    const readers = new Map(), drawn = new Set();  // per value: how often it is read, and which reads have a line
     const values = lines => new Set([...lines.values()].flatMap(line => line.names));
     for (const {lines} of edges.values()) for (const name of values(lines)) readers.set(name, (readers.get(name) || 0) + 1);
     for (const [key, {a, b, lines}] of edges) {
-      // a value that many read (a mask in every layer) has one line; the others get a stub
+      // a value with many readers (a mask in every layer) has one line; the other readers get a stub
       const names = [...values(lines)];
       if (!outs.has(b) && names.every(name => readers.get(name) > MANY && drawn.has(name))) continue;
       names.forEach(name => drawn.add(name));

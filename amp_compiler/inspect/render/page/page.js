@@ -130,7 +130,7 @@
     group.append(...opened, lines, ...others);
   }
 
-  /** The precision of the value that a node gives. */
+  /** The precision of the value that a node returns. */
   function carried(node) {
     const dtype = node.value.replace("(", "").split("[")[0];
     return {bf16: "bfloat16", f16: "float16", f32: "float32"}[dtype] || "other";
@@ -247,7 +247,7 @@
   const holderOf = (part, key) => shown[part] && shown[part].group.querySelector(`[data-key="${CSS.escape(key)}"]`);
   const corner = (part, key) => { const found = holderOf(part, key); return found && found.getBoundingClientRect(); };
 
-  /** Open what is around a node, bring it to the middle, and tell of it. */
+  /** Open the modules around a node, center it, and show its details. */
   function reveal(name) {
     for (const part of parts) {
       const item = shown[part].made.items.get(name);
@@ -294,7 +294,7 @@
     }
   }
 
-  /** Whether two nodes come from one op of the forward graph, one in the forward and one in the backward. */
+  /** True if two nodes come from one op of the forward graph, one in the forward and one in the backward. */
   const kin = (a, b) => a.part !== b.part && a.origin !== "" && a.origin === b.origin && a.kind === "call";
 
   function link(node) {
@@ -362,7 +362,7 @@
     ];
   }
 
-  /** Ops that only carry values on: what they say of precision is what they were given. */
+  /** Ops that only pass values on: their precision is that of their input. */
   const CARRIES = new Set(["t", "view", "transpose", "permute", "expand", "reshape", "unsqueeze", "squeeze", "slice", "select",
                            "clone", "_unsafe_view", "detach", "alias", "dropout", "contiguous", "flatten"]);
   const isKept = node => node.kind === "call" && node.precision === "float32" && !CARRIES.has(node.op);
@@ -436,8 +436,8 @@
       const of = (found, word) => found.length ? [`${many(found.filter(n => n.kind === "cast").length, "cast")} and `
         + `${many(found.filter(n => n.kind !== "cast").length, "node")} ${word}`] : [];
       told = [...of(came, "added"), ...of(went, "removed"), ...(other.length ? [`${many(other.length, "op")} changed precision`] : [])].join(", ")
-        || "only notes on nodes changed";
-    } else if (before && before.graph !== stage.graph) told = "the graph as torch gives it back";
+        || "only annotations of nodes changed";
+    } else if (before && before.graph !== stage.graph) told = "the graph as torch returns it";
     $("told").replaceChildren(element("b", {}, stage.name), told ? ": " + told : "");
   }
 
