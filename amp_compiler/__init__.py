@@ -38,9 +38,12 @@ if TYPE_CHECKING:
     from .inspect.report import Report as Report
     from .module import AmpModule as AmpModule
     from .parallel.spec import DataParallel as DataParallel
+    from .parallel.spec import Sharded as Sharded
     from .policy import Policy as Policy
     from .policy.scopes import precision as precision
     from .policy.scopes import set_precision as set_precision
+    from .prediction import Prediction as Prediction
+    from .prediction import predict as predict
     from .training.compile import compile_train_step as compile_train_step
     from .training.finite import all_finite as all_finite
     from .training.results import StepResult as StepResult
@@ -68,8 +71,10 @@ _PUBLIC = {
     "PipelineError": "common.errors",
     "Policy": "policy",
     "PolicyError": "common.errors",
+    "Prediction": "prediction",
     "Report": "inspect.report",
     "ScalerError": "common.errors",
+    "Sharded": "parallel.spec",
     "StaticLossScaler": "training.scalers",
     "StepResult": "training.results",
     "TrainStep": "training.step",
@@ -82,6 +87,7 @@ _PUBLIC = {
     "count_casts": "inspect.profile",
     "load_converted": "conversion.loading",
     "precision": "policy.scopes",
+    "predict": "prediction",
     "set_precision": "policy.scopes",
 }
 __all__ = [*_PUBLIC, "__version__"]

@@ -16,9 +16,9 @@ import pytest
 import torch
 from typer.testing import Result
 
-from amp_compiler.cli import convert, doctor, dump, explain, ops, passes
+from amp_compiler.cli import convert, doctor, dump, explain, ops, passes, predict
 
-COMMANDS = (dump, explain, convert, ops, passes, doctor)
+COMMANDS = (dump, explain, ops, predict, convert, passes, doctor)
 EXAMPLES = [example for command in COMMANDS for example in command.EXAMPLES]
 ROOT = Path(__file__).parents[2]
 
@@ -117,7 +117,7 @@ def test_the_examples_of_the_help_texts_run(example: str, run: Callable[..., Res
     assert program == "amp-compiler"
     done = run(*args)
     assert done.exit_code == 0, done.output
-    for flag in ("-o", "--onnx"):
+    for flag in ("-o", "--onnx", "--plot"):
         if flag in args:
             assert (user_folder / args[args.index(flag) + 1]).stat().st_size > 0
 
