@@ -45,7 +45,7 @@ class Rule(enum.StrEnum):
     # what the values allow
     CONSTANT = "constant", "a constant that the low-precision dtype cannot represent"
     NEUTRAL = "neutral", "computed from constants only"
-    WIDE = "wide", "computed from an fp32 result, or a scalar"
+    WIDE = "wide", "reads a value that is kept in fp32"
     STATE = "state", "a value that is kept between calls"
     IN_PLACE = "in_place", "the tensor that it writes to in place"
     VIEW = "view", "a view of a tensor that is written to in place"

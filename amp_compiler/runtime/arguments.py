@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..common import logs
 from ..common.errors import ArgumentError, PolicyError
 from ..common.messages import nearest_path
 from ..common.torch_names import inside_ddp
@@ -22,6 +23,7 @@ from ..passes import order
 from ..policy import DEFAULT_LEVEL, Policy, check_level, check_low_dtype, default_dtype, matches
 from ..policy.ops.names import OpLike
 from ..policy.scopes import modules_of
+from ..rewrite.verify import deep_by_default
 from .options import BACKENDS
 
 
@@ -79,10 +81,11 @@ def check_device(device: str | os.PathLike[str] | Device | None, policy: Policy)
 
 
 def check_environment() -> None:
-    """Check the environment variables that choose kernels: a misspelt one that is only found inside a pass would look
-    like a bug of that pass."""
+    """Check the environment variables: a misspelt one that is only found inside a pass would look like a bug of that
+    pass."""
+    reads = (cpu.setting, gpu.setting, gpu.autotunes, capability.chosen, deep_by_default, logs.check)
     try:
-        for read in (cpu.setting, gpu.setting, capability.chosen):
+        for read in reads:
             read()
     except ValueError as error:
         raise ArgumentError(f"An environment variable is wrong: {error} Correct it, or unset it.") from None
