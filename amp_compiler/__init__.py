@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .inspect.report import Report as Report
     from .module import AmpModule as AmpModule
     from .parallel.spec import DataParallel as DataParallel
+    from .parallel.spec import Sharded as Sharded
     from .policy import Policy as Policy
     from .policy.scopes import precision as precision
     from .policy.scopes import set_precision as set_precision
@@ -73,6 +74,7 @@ _PUBLIC = {
     "Prediction": "prediction",
     "Report": "inspect.report",
     "ScalerError": "common.errors",
+    "Sharded": "parallel.spec",
     "StaticLossScaler": "training.scalers",
     "StepResult": "training.results",
     "TrainStep": "training.step",

@@ -11,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -22,12 +23,13 @@ from torch import fx, nn
 
 from ..common.errors import AmpError
 from ..policy.scopes import is_inside_call
+from . import wrappers
 from .frames import compile_with, unwatched
 from .handle import Backend, clear_dead, is_handle
 from .handle import Handle as Handle
 from .remedies import Reason
 from .remedies import remedy as remedy
-from .trampolines import Outside
+from .trampolines import Outside, is_library
 
 #: signatures that one compiled module may have before Dynamo gives up on it
 RECOMPILE_LIMIT = 64
@@ -72,6 +74,9 @@ def compile_frame(
     clear_dead()
     if backend.handle is None:
         backend.handle, backend.runs = Handle(backend), weakref.WeakKeyDictionary()
+        if wrappers.has_units(backend.target):
+            wrappers.allow_breaks_in_loops()
+            backend.handle.unrolls = True
     function = _caller(target) if isinstance(target, nn.Module) else target
     settings: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}
     if error_on_graph_break is not None:
@@ -174,6 +179,17 @@ for _question in (is_ours, needs_break):
     _question._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def with_code_of_users(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with a code object of its own, in a file of its own if it is torch's: Dynamo captures no frame of
+    ``nn.Sequential.forward``, but it does capture what that calls."""
+    own: Any = function
+    code: CodeType = own.__code__
+    made: Any = FunctionType(code, own.__globals__, code.co_name, None, own.__closure__)
+    if is_library(code):
+        made.__code__ = code.replace(co_filename=f"<{code.co_qualname}>")
+    return with_own_code(made)
+
+
 @contextlib.contextmanager
 def capture_settings() -> Iterator[None]:
     """Set Dynamo's options for a call of one of our modules. They are thread-local (torch 2.13)."""
@@ -225,6 +241,11 @@ def _tell_where_autocast_begins() -> None:
     AutocastModeVariable.enter = enter_with_stack  # type: ignore[method-assign]
 
 
+_WRAPPERS = tuple(
+    os.path.join(os.path.dirname(torch.__file__), *parts) for parts in (("distributed",), ("nn", "parallel"))
+)
+
+
 def break_reason(gm: fx.GraphModule) -> Uncaptured | None:
     """Return why Dynamo ended this graph early; None if it didn't."""
     reason = getattr(gm, "compile_subgraph_reason", None)
@@ -234,6 +255,8 @@ def break_reason(gm: fx.GraphModule) -> Uncaptured | None:
     where = ""
     if stack:
         frame = stack[-1]
+        if frame.filename.startswith(_WRAPPERS):
+            return None  # the hooks of a wrapper; the module that they belong to is captured
         where = f"{frame.filename}:{frame.lineno} in {frame.name}: {(frame.line or '').strip()}"
     why = Reason(str(reason.reason))
     return Uncaptured(f"graph break: {why}", where, remedy(why, "\n".join(frame.line or "" for frame in stack)))
@@ -259,6 +282,8 @@ def returns_to_caller(gm: fx.GraphModule, target: Any, outermost: bool) -> bool:
         name = name.removeprefix("torch_dynamo_resume_in_").rpartition("_at_")[0]
     if own is not None and (code is own or (name == own.co_name and code.co_filename == own.co_filename)):
         return True
+    if own is not None and outermost and name.rpartition("_")[0] == own.co_name:
+        return code.co_filename in (own.co_filename, f"<{own.co_qualname}>")  # by with_code_of_users
     return name.startswith("call_") and code.co_filename == __file__ and outermost
 
 

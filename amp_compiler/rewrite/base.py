@@ -19,6 +19,7 @@ from amp_compiler.ir.weights import Weights
 from amp_compiler.policy import Policy
 
 from .reduction import Reduction
+from .sharding import Sharding
 
 
 class Dialect(enum.Enum):
@@ -60,6 +61,8 @@ class Context:
     #: a training step: how its gradients are averaged over processes; None in a single process, and in the graph of a
     #: micro-batch that does not end an update
     reduction: Reduction | None = None
+    #: a training step: how its parameters are divided among processes
+    sharding: Sharding | None = None
     #: a converted model: memory may be spent on fp32 copies of its low weights
     caches_weights: bool = True
     #: what passes want the user to know; the caller warns and puts it into the report

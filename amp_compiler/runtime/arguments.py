@@ -12,6 +12,7 @@ from torch import nn
 
 from ..common.errors import ArgumentError, PolicyError
 from ..common.messages import nearest_path
+from ..common.torch_names import inside_ddp
 from ..ir.nesting import check_parts
 from ..kernels import capability, cpu, gpu
 from ..passes import order
@@ -111,9 +112,13 @@ def _with_excluded(policy: Policy, model: Any, exclude: tuple[str | type[nn.Modu
         if not found:
             raise _no_match(item, modules)
         rules.update(dict.fromkeys(found, "float32"))
-    for pattern, _ in policy.modules:
-        if not any(matches(pattern, path) for path in modules):
+    for pattern, precision in policy.modules:
+        named = [path for path in modules if matches(pattern, path)]
+        if not named:
             raise _no_match(pattern, modules)
+        others = [p for path in named if (p := first[id(modules[path])]) and not matches(pattern, p)]
+        if inside_ddp(model) is not None:
+            rules.update(dict.fromkeys(others, precision))
     return policy.with_modules(rules) if rules else policy
 
 

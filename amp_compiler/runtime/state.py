@@ -43,6 +43,8 @@ class _Running(threading.local):
     def __init__(self) -> None:
         #: (path, dtype) that ``set_precision`` sets around a module that is compiled by itself
         self.inherited: tuple[str, torch.dtype | None] | None = None
+        #: (path, class) of the module whose forward is a frame of its own
+        self.inside: tuple[str, type] | None = None
         self.entered = Surroundings.now()  # the regions around the call
 
 

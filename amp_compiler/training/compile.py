@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..parallel.engines import make_engine
-from ..parallel.spec import DataParallel
+from ..parallel.spec import DataParallel, Sharded
 from ..policy import Policy
 from ..policy.ops.names import OpLike
 from ..runtime.arguments import check_request
@@ -38,7 +38,7 @@ def compile_train_step(
     max_grad_norm: float | None = None,
     backend: str = "auto",
     disable_passes: Iterable[str] = (),
-    parallel: DataParallel | None = None,
+    parallel: DataParallel | Sharded | None = None,
     return_output: bool = False,
 ) -> TrainStep:
     """Compile a whole training step: forward, loss, backward, loss scaling, clipping and the optimizer.
@@ -63,8 +63,8 @@ def compile_train_step(
         max_grad_norm: Clip the unscaled gradients to this norm.
         backend: As for ``amp_compile``.
         disable_passes: As for ``amp_compile``.
-        parallel: How several processes train the model together: ``DataParallel(...)``. None, also for a model
-            that is wrapped already, leaves it to the model.
+        parallel: How several processes train the model together: ``DataParallel(...)`` or ``Sharded(...)``. None, also
+            for a model that is wrapped already, leaves it to the model.
         return_output: Put the model's output into ``result.output``.
 
     Returns:
@@ -93,7 +93,7 @@ def compile_train_step(
     scaler = None if "scale_loss" in asked.disable_passes else make_scaler(loss_scaler)
     warn_of_low_parameters(model)
     engine = make_engine(parallel, model, asked.disable_passes)
-    if engine is not None:
+    if engine.together:
         start_together(engine, Owner(model, loss_fn, optimizer), chosen, scaler, accumulate_steps, max_grad_norm)
     own = (scaler, accumulate_steps, max_grad_norm, return_output, engine)
     return TrainStep(model, loss_fn, optimizer, options, *own)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,10 +22,12 @@ from .window import Batch, Window, rng_state, set_rng_state
 
 
 def explain_last_update(
-    captured: Callable[..., Any] | None, probe: Probe, owner: Owner, window: Window, adapts: bool, shared: bool
-) -> Overflow:
+    captured: Callable[..., Any] | None, probe: Probe, owner: Owner, window: Window, adapts: bool, shared: bool,
+    whole: Mapping[int, Tensor],
+) -> Overflow:  # fmt: skip
     """Explain why the last update, or its loss, was not finite. ``captured`` runs a batch, through ``probe`` while that
-    is looking; ``adapts``: the scale is a dynamic scaler's; ``shared``: gradients are averaged over several processes.
+    is looking; ``adapts``: the scale is a dynamic scaler's; ``shared``: gradients are averaged over several processes;
+    ``whole``: id of a sharded parameter -> the whole one that the model holds now.
     """
     batch = next((b for b in window.batches if b.overflowed()), None)
     skipped = batch is not None
@@ -35,7 +37,7 @@ def explain_last_update(
     if batch is None or captured is None:
         return Overflow(_nothing(window))
     scale = 1.0 if window.scale is None else float(window.scale)
-    parameters = [p for p in owner.parameters() if p.requires_grad]
+    parameters = [whole.get(id(p), p) for p in owner.parameters() if p.requires_grad]
     _, plain, _ = _look(captured, probe, owner, window, batch, parameters, 1.0)
     loss, gradients, seen = _look(captured, probe, owner, window, batch, parameters, scale)
     names = {id(tensor): name for name, tensor in {**owner.named_parameters(), **owner.buffers()}.items()}

@@ -90,6 +90,8 @@ def decide(at: At) -> Decision:
 
 def _input(node: fx.Node, known: torch.dtype | None, state: State) -> Decision:
     out = (known,) if known is not None else decisions.traced(node)
+    if (low := node.meta.get(ir.LOW_INPUT)) is not None:
+        return Decision(Mode.NATIVE, None, "an input that another graph of the call made low", Rule.INPUT, out=(low,))
     new = Decision(Mode.NATIVE, None, "an input: keeps its dtype", Rule.INPUT, out=out)
     why = state.given_wide.get(node) or node.meta.get(ir.WIDE, "")
     return replace(new, wide=(why,)) if why and state.wide.applies and out == (torch.float32,) else new

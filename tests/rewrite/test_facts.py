@@ -25,17 +25,20 @@ from amp_compiler.passes import (
     fold_views,
     freeze_parameters,
     fuse_cast_matmul,
+    gather_parameters,
     hoist_weight_casts,
     lower_kernels,
     order,
     reduce_gradients,
     reduce_in_place,
     scale_loss,
+    scatter_gradients,
     unscale_in_place,
 )
 from amp_compiler.rewrite import facts
 from amp_compiler.rewrite.base import Context, Pass
 from amp_compiler.rewrite.reduction import Reduction
+from amp_compiler.rewrite.sharding import Sharding
 from amp_compiler.rewrite.verify import verify
 from conversion_helpers import Weighted
 from helpers import BF16, aten, context, find, functional, ops, pre_dispatch, prepared, step_graph
@@ -44,6 +47,7 @@ X, W, ROWS = torch.randn(2, 4), torch.randn(4, 4), torch.randn(3, 4)
 IMAGE, FILTER = torch.randn(1, 2, 4, 4, dtype=BF16), torch.randn(2, 2, 3, 3, dtype=BF16)
 CTX = context("O1")
 SHARED = dataclasses.replace(CTX, reduction=Reduction("a group", 2))
+DIVIDED = dataclasses.replace(CTX, sharding=Sharding(Reduction("a group", 2, bucket_bytes=0), 0))
 Graph = Callable[[], fx.GraphModule]
 
 
@@ -105,6 +109,20 @@ def step(*passes: Pass) -> Graph:
         gm.meta[ir.NAMES] = {0: "weight"}
         for pass_ in passes:
             pass_.run(gm, SHARED if pass_.name.startswith("reduce_") else CTX)
+        return gm
+
+    return made
+
+
+def divided(*passes: Pass) -> Graph:
+    """The graph of a step whose backward reads its weight, and the passes that ran on it."""
+
+    def made() -> fx.GraphModule:
+        w = nn.Parameter(W.clone())
+        gm = step_graph(lambda w, x: ((x.to(BF16) @ w.to(BF16)).tanh() @ w.to(BF16)).float().sum(), w, ROWS)
+        gm.meta[ir.SHARDED] = {0: "weight"}
+        for pass_ in passes:
+            pass_.run(gm, DIVIDED)
         return gm
 
     return made
@@ -198,6 +216,52 @@ def wait_for_nothing(gm: fx.GraphModule) -> None:
     gm.graph.erase_node(wait)
 
 
+def keep_the_flag_to_itself(gm: fx.GraphModule) -> None:
+    last = next(iter(reversed(gm.graph.nodes)))
+    *others, found = last.args[0]
+    last.args = ((*others, found.args[0].args[0]),)
+
+
+def give_whole_gradients(gm: fx.GraphModule) -> None:
+    (sent,) = ops(gm, "_c10d_functional::reduce_scatter_tensor")
+    sent.target, sent.args = collectives.all_reduce.default, (sent.args[0], "sum", "a group")
+    last = next(iter(reversed(gm.graph.nodes)))
+    (gradient,) = [n for role, n in zip(gm.meta[ir.ROLE], last.args[0], strict=True) if role.kind == "gradient"]
+    gradient.meta["val"] = sent.args[0].meta["val"]
+
+
+def gather_wide(gm: fx.GraphModule) -> None:
+    """Put the cast of each gather behind it."""
+    for gather in ops(gm, "_c10d_functional::all_gather_into_tensor"):
+        cast, (wait,) = gather.args[0], gather.users
+        gather.args = (cast.args[0], *gather.args[1:])
+        with gm.graph.inserting_after(wait):
+            again = gm.graph.call_function(aten._to_copy.default, (wait,), {"dtype": BF16})
+        again.meta["val"] = wait.meta["val"]
+        for node in (gather, wait):
+            node.meta["val"] = ir.retype(node.meta["val"], torch.float32)
+        wait.replace_all_uses_with(again, delete_user_cb=lambda user, again=again: user is not again)
+
+
+def keep_what_the_forward_gathered(gm: fx.GraphModule) -> None:
+    first, second = ops(gm, "_c10d_functional::wait_tensor")
+    second.replace_all_uses_with(first)
+
+
+def use_the_rows(gm: fx.GraphModule) -> None:
+    (rows,) = [n for n in gm.graph.nodes if n.op == "placeholder" and n.meta[ir.ROLE] == ir.Role("primal", 0)]
+    with gm.graph.inserting_before(next(iter(reversed(gm.graph.nodes)))):
+        gm.graph.call_function(aten.exp.default, (rows,))
+
+
+def never_wait(gm: fx.GraphModule) -> None:
+    wait = ops(gm, "_c10d_functional::wait_tensor")[0]
+    wait.replace_all_uses_with(wait.args[0])
+    gm.graph.erase_node(wait)
+
+
+_SCATTERED = divided(scale_loss.PASS, scatter_gradients.PASS)
+_GATHERED = divided(fold_casts.PASS, gather_parameters.PASS)
 CASES = [
     Case("captured", lambda: pre_dispatch(model, X, W), lambda: fx.symbolic_trace(lambda x: x.relu()), "an ATen call"),
     Case(
@@ -266,6 +330,14 @@ CASES = [
         "reduced", step(scale_loss.PASS, reduce_gradients.PASS),
         damaged(step(scale_loss.PASS, reduce_gradients.PASS), wait_for_nothing), "nothing waits for",
     ),
+    Case("scattered", _SCATTERED, divided(scale_loss.PASS), "reduced 0 times", ctx=DIVIDED),
+    Case("scattered", _SCATTERED, damaged(_SCATTERED, keep_the_flag_to_itself), "of this process alone", ctx=DIVIDED),
+    Case("scattered", _SCATTERED, damaged(_SCATTERED, give_whole_gradients), "this process has", ctx=DIVIDED),
+    Case("gathered", _GATHERED, divided(fold_casts.PASS), "as if they were all", ctx=DIVIDED),
+    Case("gathered", _GATHERED, damaged(_GATHERED, use_the_rows), "as if they were all", ctx=DIVIDED),
+    Case("gathered", _GATHERED, damaged(_GATHERED, gather_wide), "gathered wide", ctx=DIVIDED),
+    Case("gathered", _GATHERED, damaged(_GATHERED, keep_what_the_forward_gathered), "gathered for the", ctx=DIVIDED),
+    Case("gathered", _GATHERED, damaged(_GATHERED, never_wait), "not waited for once", ctx=DIVIDED),
     Case(
         "reduced_in_place", step(scale_loss.PASS, reduce_gradients.PASS, reduce_in_place.PASS),
         step(scale_loss.PASS, reduce_gradients.PASS), "could do it in place",

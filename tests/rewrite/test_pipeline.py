@@ -64,8 +64,9 @@ def test_the_pipelines_are_in_order() -> None:
     assert inference.passes == INFERENCE
     assert joint.passes[0].name == inference.passes[0].name == "fold_casts"
     assert [p.name for p in built.step.passes] == [
-        "scale_loss", "reduce_gradients", "fold_casts", "fold_views", "hoist_weight_casts", "fuse_cast_matmul",
-        "lower_kernels", "batch_casts", "accumulate_in_place", "unscale_in_place", "reduce_in_place",
+        "scale_loss", "reduce_gradients", "scatter_gradients", "fold_casts", "fold_views", "gather_parameters",
+        "hoist_weight_casts", "fuse_cast_matmul", "lower_kernels", "batch_casts",
+        "accumulate_in_place", "unscale_in_place", "reduce_in_place",
     ]  # fmt: skip
     assert set(ALL) == {p.name for p in (*FORWARD, *JOINT, *INFERENCE, *STEP, *PREPARE, *CONVERT, *RUN_CONVERTED)}
 
@@ -200,6 +201,9 @@ def test_the_passes_of_a_training_step_depend_on_the_situation() -> None:
     once = "left out: needs several micro-batches per update"
     alone = dict.fromkeys(
         ("reduce_gradients", "reduce_in_place"), "left out: needs gradients that several processes share"
+    )
+    alone |= dict.fromkeys(
+        ("scatter_gradients", "gather_parameters"), "left out: needs parameters that are divided among processes"
     )
     assert notes(step, training_step()) == {"hoist_weight_casts": once, "accumulate_in_place": once, **alone}
     assert notes(step, training_step(), accumulates=True) == alone
