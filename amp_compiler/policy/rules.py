@@ -56,6 +56,9 @@ class Rule(enum.StrEnum):
     FP32_ONLY = "fp32_only", "torch has no low-precision kernel for it"
     STORED_LOW = "stored_low", "a weight that the conversion stores in low precision"
 
+    # what the device says
+    PLACED = "placed", "the costs of ops and casts on the device"
+
     # nodes that contain others, or that passes add
     SELECTED = "getitem", "the op whose output it is"
     TRANSPARENT = "transparent", "the ops inside it"
