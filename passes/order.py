@@ -1,7 +1,7 @@
 """The order of the passes, from top to bottom, and the pipelines that run them.
 
-capture ─▶ normalize ─▶ mark_dtype_origin ─▶ assign_precision ─▶ insert_casts ─▶ autodiff
-           └───────────────────────────── FORWARD ───────────────────────────┘
+capture ─▶ normalize ─▶ mark_dtype_origin ─▶ assign_precision ─▶ place_neutral ─▶ insert_casts ─▶ autodiff
+           └───────────────────────────────────── FORWARD ────────────────────────────────────┘
 autodiff ─▶ fold_casts ─▶ fold_views ─▶ fuse_cast_matmul ─▶ lower_kernels ─▶ batch_casts ─▶ run
             └─────────────────────────── JOINT / INFERENCE ────────────────────────────┘
 autodiff ─▶ scale_loss ─▶ reduce_gradients, scatter_gradients ─▶ fold_casts ─▶ fold_views ─▶ gather_parameters
@@ -40,6 +40,7 @@ from . import (
     lower_kernels,
     mark_dtype_origin,
     normalize,
+    place_neutral,
     precision,
     reduce_gradients,
     reduce_in_place,
@@ -50,7 +51,7 @@ from . import (
     widen_weights,
 )
 
-FORWARD = (normalize.PASS, mark_dtype_origin.PASS, precision.PASS, insert_casts.PASS)
+FORWARD = (normalize.PASS, mark_dtype_origin.PASS, precision.PASS, place_neutral.PASS, insert_casts.PASS)
 JOINT = (fold_casts.PASS, fold_views.PASS, fuse_cast_matmul.PASS, lower_kernels.PASS, batch_casts.PASS)
 INFERENCE = JOINT
 STEP = (

@@ -27,7 +27,7 @@ from . import wrappers
 from .frames import compile_with, unwatched
 from .handle import Backend, clear_dead, is_handle
 from .handle import Handle as Handle
-from .remedies import Reason
+from .remedies import Reason as Reason
 from .remedies import remedy as remedy
 from .trampolines import Outside, is_library
 
@@ -197,6 +197,8 @@ def capture_settings() -> Iterator[None]:
 
     _tell_where_autocast_begins()
     _capture_slow_attention()
+    _keep_prints()
+    _note_places()
     old = torch._dynamo.config.allow_rnn
     torch._dynamo.config.allow_rnn = True
     try:
@@ -222,6 +224,52 @@ def _capture_slow_attention() -> None:
         return call(self, tx, args, kwargs)
 
     UserFunctionVariable.call_function = call_function  # type: ignore[method-assign]
+
+
+@functools.cache
+def _keep_prints() -> None:
+    """Dynamo loses calls of ``reorderable_logging_functions`` in code that it inlines, which is all of a module here.
+    For our backends they are noted on the outermost frame, which makes them when its graph has run. Constants of any
+    kind may be printed (sizes, dtypes); in the body of a higher-order op only constants, and the rest breaks the graph.
+
+    torch 2.13 internals: ``DebuggingVariable.call_function`` and the ``debug_locals`` of a frame."""
+    from torch._dynamo.variables import ConstantVariable
+    from torch._dynamo.variables.misc import DebuggingVariable
+
+    call = DebuggingVariable.call_function
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if tx.export or not is_handle(tx.output.compiler_fn):
+            return call(self, tx, args, kwargs)
+        if not all(arg.is_python_constant() for arg in (*args, *kwargs.values())):
+            if tx.output.current_tracer.parent is not None:
+                return call(self, tx, [self], {})  # which Dynamo refuses: no value of the body is known outside of it
+            if not self.can_reorder_logs(self.value, [a for a in args if not a.is_python_constant()], kwargs):
+                return call(self, tx, args, kwargs)
+        tx.output.root_tx.debug_locals.append((self, list(args)))
+        return ConstantVariable.create(None)
+
+    DebuggingVariable.call_function = call_function  # type: ignore[method-assign]
+
+
+#: what Dynamo says of a graph break -> the user's line at which it last said so
+_PLACES: dict[str, str] = {}
+
+
+@functools.cache
+def _note_places() -> None:
+    """Dynamo counts graph breaks by their text; where a function is left as plain Python, nothing else is kept of them.
+    An entry is as long-lived as Dynamo's own count."""
+    from torch._dynamo.exc import Unsupported
+
+    add = Unsupported.add_to_stats
+
+    def add_to_stats(self: Any, category: str = "unimplemented") -> None:
+        add(self, category)
+        if where := users_line(self):
+            _PLACES[self.msg] = where
+
+    Unsupported.add_to_stats = add_to_stats  # type: ignore[method-assign]
 
 
 @functools.cache
@@ -306,7 +354,7 @@ class Tally:
         """Return the reasons for graph breaks since this tally was taken, one line each."""
         after = Tally.now()
         new = [reason for reason, count in after.breaks.items() if count > self.breaks.get(reason, 0)]
-        return [Reason(reason) for reason in new if reason.strip()]
+        return [Reason(reason, _PLACES.get(reason, "")) for reason in new if reason.strip()]
 
     def skipped_since(self, failed_before: bool) -> str | None:
         """Return why a frame was left as plain Python since this tally was taken; None if none was.
@@ -315,7 +363,7 @@ class Tally:
         """
         after = Tally.now()
         if breaks := self.breaks_since():
-            return breaks[-1] + remedy(breaks[-1])
+            return breaks[-1].in_full()
         if after.frames - self.frames > after.captured - self.captured:
             return "Dynamo left a frame as plain Python (an exception while tracing, or code that it does not trace)"
         if after.frames == self.frames and failed_before:

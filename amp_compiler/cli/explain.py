@@ -37,6 +37,7 @@ def run(
     low: c.WhiteList = [],  # noqa: B006
     fp32: c.BlackList = [],  # noqa: B006
     exclude: c.Exclude = [],  # noqa: B006
+    device: c.Device = None,
     capture: c.Capture = "auto",
     disable: c.Disable = [],  # noqa: B006
     as_json: c.Json = False,
@@ -46,7 +47,8 @@ def run(
 ) -> None:
     if node is None and op is None and module is None:
         raise ArgumentError("There is nothing to explain: add --node NAME, --op OP or --module PATTERN.")
-    request = c.Request(target, inputs, level, dtype, policy, low, fp32, exclude, graph, capture, tuple(disable))
+    request = c.Request(target, inputs, level, dtype, policy, low, fp32, exclude, graph, capture, tuple(disable),
+                        device)  # fmt: skip
     found = c.inspect(request, quiet)
     from rich.text import Text
 

@@ -16,6 +16,8 @@ from .. import ir
 from ..ir.flops import node_flops
 
 CONVOLUTION, ATTENTION = "convolution", "attention"
+#: causal attention leaves out whole blocks of so many keys: none of a short sequence, half of a long one
+SKIPPED = 128
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ def _attention(times: float) -> Callable[[fx.Node, Named], list[Product]]:
             return []
         keys = max(int(key[-2] * times), 1)
         if named.get("is_causal"):
-            keys = max(keys // 2, 1)
+            keys = min(keys, (keys + SKIPPED) // 2)
         heads = prod(query[:-2])
         scores = _product(query[-2], keys, query[-1], heads, ATTENTION)
         return [scores, _product(query[-2], value[-1], keys, heads, ATTENTION)]

@@ -63,7 +63,8 @@ class Decision:
     ``reason`` is for people, ``rule`` is the rule that decided, and ``causes`` names the nodes whose precision, value
     or dtype led to it, the most important first; ``explain`` follows them. ``named``: the new value of the node's own
     dtype argument. ``numbers``: new values of number arguments; ``limit`` says so in words. ``wide``: for each output,
-    what made it wide, or an empty text (see ``wide.py``).
+    what made it wide, or an empty text (see ``wide.py``). ``either``: the rules allow both precisions; noted only where
+    the costs of a device are to choose between them (``passes/place_neutral.py``).
     """
 
     mode: Mode
@@ -78,6 +79,7 @@ class Decision:
     wide: tuple[str, ...] = ()
     causes: tuple[str, ...] = ()
     limit: str = ""
+    either: bool = False
 
 
 def decision(node: fx.Node) -> Decision | None:

@@ -74,16 +74,24 @@ def _low_outputs(gm: fx.GraphModule) -> list[torch.dtype | None]:
 
 
 class WideRule:
-    """The rule for one graph. ``known``: nodes whose values are constants."""
+    """The rule for one graph. ``known``: nodes whose values are constants. ``marks``: say which values are wide at
+    levels too that do not keep them, for ``place_neutral``."""
 
-    def __init__(self, gm: fx.GraphModule, policy: Policy, known: Container[fx.Node]) -> None:
+    def __init__(self, gm: fx.GraphModule, policy: Policy, known: Container[fx.Node], *, marks: bool = False) -> None:
         self.policy, self.known = policy, known
         self.applies = any(p.keeps_wide for p in policies_in(gm, policy))
-        self.returned = _returned_scalars(gm) if self.applies else set()
+        self.marks = self.applies or marks
+        self.returned = _returned_scalars(gm) if self.marks else set()
 
     def asks_for_fp32(self, node: fx.Node, args: Iterable[fx.Node], choice: Choice) -> Because | None:
         """Return why ``node`` has to run in fp32; None if the rule does not apply."""
-        if not self.applies or choice.rule is Rule.WHITE_LIST or not policy_at(node, self.policy).keeps_wide:
+        if not self.applies or not policy_at(node, self.policy).keeps_wide:
+            return None
+        return self.would_ask(node, args, choice)
+
+    def would_ask(self, node: fx.Node, args: Iterable[fx.Node], choice: Choice) -> Because | None:
+        """Return the same as at a level that keeps wide values."""
+        if choice.rule is Rule.WHITE_LIST:
             return None
         given = list(args)
         if choice.cls is OpClass.LOW:
@@ -100,7 +108,7 @@ class WideRule:
 
     def noted(self, node: fx.Node, new: Decision) -> Decision:
         """Return the decision on ``node``, extended by which of its results are wide."""
-        why = self._made_wide(node, new) if self.applies and node not in self.known else ""
+        why = self._made_wide(node, new) if self.marks and node not in self.known else ""
         wide = tuple(why if dtype in _WIDE_DTYPES else "" for dtype in new.out)
         return replace(new, wide=wide) if any(wide) else new
 

@@ -97,6 +97,9 @@ class Backend:
             marked,
             self.twin(gm, paths),
             self.around(gm),
+            backend=(backend := resolve_backend(self.options.backend, example_inputs)),
+            costs=self.options.costs(backend),
+            differentiated=torch.is_grad_enabled(),
         )
         history = [record("capture", time.perf_counter() - start, True, graph, "forward", [])]
         log("capture", "Dynamo: graph %d, %d nodes", len(self.state.pieces), len(graph.graph.nodes))
@@ -127,7 +130,8 @@ class Backend:
         """Mark the wide inputs for ``assign_precision``. The same code may be called with an input that is wide once
         and not another time, so Dynamo's guards check that too, unless the whole call is one graph."""
         policy = self.options.policy
-        if policy.autocast_device is not None or not (policy.keeps_wide or has_parts(gm)):
+        looks = policy.keeps_wide or has_parts(gm) or self.options.device is not None
+        if policy.autocast_device is not None or not looks:
             return
         places = [n for n in graph.graph.nodes if n.op == "placeholder"]
         own = {id(b) for m in modules_of(self.target).values() for b in m._buffers.values()}

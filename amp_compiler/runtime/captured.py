@@ -81,7 +81,7 @@ class Captured:
                 state.running.entered = outer
         if Surroundings.now().opened > surroundings.opened and "scope" not in state.warned:
             state.warned.add("scope")
-            why = "; ".join(before.breaks_since()) or "see not_captured in the report"
+            why = "; ".join(reason.in_full() for reason in before.breaks_since()) or "see not_captured in the report"
             state.leave(
                 "a precision scope has a graph break inside it, and Dynamo then runs the function that contains it as "
                 "plain Python: its own ops run in fp32, what it calls inside the scope is compiled for the scope's "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..common.errors import CheckpointError
+from ..common.errors import AmpWarning, CheckpointError
+from ..common.messages import users_frame
 from ..common.torch_names import loads_by_itself
-from ..policy import dtype_name
+from ..policy import Policy, dtype_name
 from .fresh import full_state_dict
 from .owner import Owner
 from .scaler_base import LossScaler
@@ -37,6 +39,7 @@ class Run:
     scaler: LossScaler | None
     window: Window
     device: torch.device
+    policy: Policy
     #: of this process, where each has a part of the parameters; None if each has all
     part: int | None = None
 
@@ -66,6 +69,7 @@ def collect(run: Run) -> dict[str, Any]:
             "gradients": gradients,
         },
         "rng": rng_state(run.device) if run.part is None else {f"rank{run.part}": rng_state(run.device)},
+        "policy": {"short": _short(run.policy), "text": run.policy.to_toml()},
     }
     if run.part is not None:
         state["fresh"] = not run.owner.optimizer.state
@@ -106,6 +110,26 @@ def restore(run: Run, state: Any) -> None:
             tensor.copy_(state["others"][name])
     _load_window(run, state["window"])
     set_rng_state(rng, run.device)
+    _compare_policies(run.policy, state.get("policy"))
+
+
+def _compare_policies(own: Policy, saved: Mapping[str, str] | None) -> None:
+    """Warn about a run that continues with other numerics. Checkpoints of older releases do not hold their policy."""
+    if saved is None or saved["text"] == own.to_toml():
+        return
+    here, there = _short(own), saved["short"]
+    what = f"{there} there, {here} here" if here != there else f"both {here}, but with other lists or rules"
+    warnings.warn(
+        f"The checkpoint and this step have different policies ({what}): the state is loaded, and the run continues "
+        "with the numerics of this step. Compile the step with the policy of the checkpoint to continue bit for bit.",
+        AmpWarning,
+        stacklevel=users_frame(),
+    )
+
+
+def _short(policy: Policy) -> str:
+    name = "Policy.torch" if policy.autocast_device is not None else f"level {policy.level}"
+    return f"{name}, {dtype_name(policy.low)}"
 
 
 class _Before:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..cost.device import Device
 from ..parallel.engines import make_engine
 from ..parallel.spec import DataParallel, Sharded
 from ..policy import Policy
@@ -40,6 +42,7 @@ def compile_train_step(
     disable_passes: Iterable[str] = (),
     parallel: DataParallel | Sharded | None = None,
     return_output: bool = False,
+    device: str | os.PathLike[str] | Device | None = None,
 ) -> TrainStep:
     """Compile a whole training step: forward, loss, backward, loss scaling, clipping and the optimizer.
 
@@ -66,6 +69,7 @@ def compile_train_step(
         parallel: How several processes train the model together: ``DataParallel(...)`` or ``Sharded(...)``. None, also
             for a model that is wrapped already, leaves it to the model.
         return_output: Put the model's output into ``result.output``.
+        device: As for ``amp_compile``; the backward counts too.
 
     Returns:
         A ``TrainStep``. Call it with ``inputs`` (a tensor, a tuple of arguments or a dict of keyword arguments) and
@@ -86,10 +90,11 @@ def compile_train_step(
     check_loss_fn(loss_fn)
     check_optimizer(optimizer, model)
     check_numbers(accumulate_steps, max_grad_norm)
-    asked = check_request(level, dtype, policy, white_list, black_list, exclude, backend, disable_passes)
+    asked = check_request(level, dtype, policy, white_list, black_list, exclude, backend, disable_passes, device)
     chosen = asked.policy_for(model)
     # with autocast's own numerics, values between the pieces of a model that breaks the graph stay low
-    options = Options(chosen, backend, chosen.autocast_device is None, disable_passes=asked.disable_passes)
+    options = Options(chosen, backend, chosen.autocast_device is None, disable_passes=asked.disable_passes,
+                      device=asked.device)  # fmt: skip
     scaler = None if "scale_loss" in asked.disable_passes else make_scaler(loss_scaler)
     warn_of_low_parameters(model)
     engine = make_engine(parallel, model, asked.disable_passes)

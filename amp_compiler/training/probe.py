@@ -50,6 +50,7 @@ class Probe:
     """Runs graphs node by node while ``looking`` is set, and records what it saw."""
 
     looking: bool = False
+    in_fp32: bool = False  # run every op in fp32, whatever was decided
     seen: dict[fx.Node, Seen] = field(default_factory=dict)
     made: dict[int, fx.Node] = field(default_factory=dict)  # id of a tensor -> the node that produced it first
     read_on: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # node -> inputs of other graphs with its value
@@ -57,12 +58,13 @@ class Probe:
     #: hooks on the watched tensors: if not removed, each would keep its tensor and the batch's whole graph alive
     hooks: list[RemovableHandle] = field(default_factory=list)
 
-    def begin(self) -> None:
+    def begin(self, *, in_fp32: bool = False) -> None:
+        self.in_fp32 = in_fp32
         self.looking, self.seen, self.made, self.read_on, self.gradients = True, {}, {}, {}, 0
 
     def end(self) -> Probe:
         """Stop looking and return what was seen."""
-        done = Probe(False, self.seen, self.made, self.read_on, self.gradients)
+        done = Probe(False, self.in_fp32, self.seen, self.made, self.read_on, self.gradients)
         while self.hooks:
             self.hooks.pop().remove()
         self.looking, self.seen, self.made, self.read_on = False, {}, {}, {}
@@ -156,6 +158,9 @@ class _Watching(fx.Interpreter):
         if n.op == "call_function" and ir.op_name(n) in _TRANSPARENT:
             bodies = [a for a in args if isinstance(a, fx.GraphModule)]
             result = _Watching(bodies[0], self.probe).run(*args[args.index(bodies[0]) + 1 :])
+        elif n.op == "call_function" and self.probe.in_fp32:
+            args, kwargs = pytree.tree_map(_widen, (args, kwargs))
+            result = self.call_function(n.target, args, kwargs)
         else:
             result = super().run_node(n)
         if n.op == "placeholder":
@@ -165,6 +170,12 @@ class _Watching(fx.Interpreter):
         if n.op != "output" and not isinstance(result, fx.GraphModule):
             self.probe.watch(n, result, args, kwargs)
         return result
+
+
+def _widen(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.dtype in ir.LOW_DTYPES:
+        return value.float()
+    return torch.float32 if value in ir.LOW_DTYPES and isinstance(value, torch.dtype) else value
 
 
 def is_float(value: Any) -> bool:

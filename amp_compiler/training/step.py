@@ -325,9 +325,9 @@ class TrainStep:
 
     def _explain(self) -> Overflow:
         captured = self._whole if self._pieces is None else self._pieces.captured
-        adapts = isinstance(self.scaler, DynamicLossScaler)
+        floor = self.scaler._floor if isinstance(self.scaler, DynamicLossScaler) else None
         with self._engine.gathered() as whole:
-            given = (self._owner, self._window, adapts, self._engine.together, whole)
+            given = (self._owner, self._window, floor, self._engine.together, whole)
             return explain_last_update(captured, self._probe, *given)
 
     @contextlib.contextmanager
@@ -362,7 +362,7 @@ class TrainStep:
         restore(self._run_state(), state)
 
     def _run_state(self) -> Run:
-        return Run(self._owner, self.scaler, self._window, self._device, self._engine.part)
+        return Run(self._owner, self.scaler, self._window, self._device, self.policy, self._engine.part)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainStep:
         """Return an independent step with copies of model, optimizer and scaler, captured again at its first call."""

@@ -95,6 +95,15 @@ def test_sizes_of_products() -> None:
     assert flops == 4 * 2 * 4 * 8 * 8 * 16
 
 
+@pytest.mark.parametrize(("length", "share"), [(64, 1.0), (128, 1.0), (1024, 0.5625)])
+def test_causal_attention_skips_blocks_of_long_sequences(length: int, share: float) -> None:
+    q = torch.empty(1, 1, length, 32, device="meta")
+    whole = node_of(lambda q: F.scaled_dot_product_attention(q, q, q), q)
+    causal = node_of(lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True), q)
+    flops = [sum(p.flops for p in products(node)) for node in (whole, causal)]
+    assert flops[1] == share * flops[0]
+
+
 def test_groups_run_on_ordinary_units() -> None:
     node = node_of(lambda x, w: F.conv2d(x, w, groups=32), torch.ones(2, 32, 8, 8), torch.ones(32, 1, 3, 3))
     model = CostModel(V100)

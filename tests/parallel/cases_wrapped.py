@@ -341,6 +341,19 @@ def tensor_parallel(name: str, **options: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def explain_tensor_parallel() -> dict[str, Any]:
+    """An overflow of a model that is divided among the ranks: both run the batch once more."""
+    model = columns_and_rows(MODELS["class"]())
+    step = compile_train_step(
+        model, nn.functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), dtype=torch.float16,
+        loss_scaler=64.0,
+    )  # fmt: skip
+    inputs = torch.randn(6, 8)
+    result = step(inputs * 1e4, torch.zeros_like(model(inputs)))
+    told = step.explain_overflow()
+    return {"skipped": bool(result.skipped), "phase": told.phase, "module": told.module, "told": str(told)}
+
+
 class Around(Net):
     """A value that is read inside and outside of a unit."""
 
@@ -364,6 +377,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "overflow DDP": functools.partial(overflow, "DDP"),
     "overflow FSDP2": functools.partial(overflow, "FSDP2"),
     "shards": unscale_shards,
+    "explain tensor": explain_tensor_parallel,
     "tensor Sequential bfloat16": functools.partial(tensor_parallel, "Sequential", dtype="bfloat16"),
     "tensor Sequential float16": functools.partial(tensor_parallel, "Sequential", dtype="float16"),
     "tensor class bfloat16": functools.partial(tensor_parallel, "class", dtype="bfloat16"),

@@ -81,6 +81,14 @@ def test_all_ranks_skip_if_one_overflows(name: str) -> None:
         assert rank["updated"]
 
 
+@pytest.mark.distributed
+def test_an_overflow_of_a_divided_model_is_explained() -> None:
+    for rank in found("explain tensor"):
+        assert rank["skipped"]
+        assert rank["phase"] in ("forward", "backward"), rank["told"]
+        assert rank["module"], rank["told"]
+
+
 @pytest.mark.parametrize("name", cases("low"))
 def test_outputs_stay_low_if_asked_for(name: str) -> None:
     for rank in found(name):

@@ -16,6 +16,8 @@ from torch._subclasses import FakeTensorMode
 from amp_compiler import ir
 from amp_compiler.common.errors import VerifyError
 from amp_compiler.common.torch_names import collectives
+from amp_compiler.cost.devices import find as find_device
+from amp_compiler.cost.model import CostModel
 from amp_compiler.ir import Origin
 from amp_compiler.kernels import cpu
 from amp_compiler.passes import (
@@ -29,12 +31,14 @@ from amp_compiler.passes import (
     hoist_weight_casts,
     lower_kernels,
     order,
+    place_neutral,
     reduce_gradients,
     reduce_in_place,
     scale_loss,
     scatter_gradients,
     unscale_in_place,
 )
+from amp_compiler.policy import Rule
 from amp_compiler.rewrite import facts
 from amp_compiler.rewrite.base import Context, Pass
 from amp_compiler.rewrite.reduction import Reduction
@@ -46,6 +50,7 @@ from helpers import BF16, aten, context, find, functional, ops, pre_dispatch, pr
 X, W, ROWS = torch.randn(2, 4), torch.randn(4, 4), torch.randn(3, 4)
 IMAGE, FILTER = torch.randn(1, 2, 4, 4, dtype=BF16), torch.randn(2, 2, 3, 3, dtype=BF16)
 CTX = context("O1")
+AUTO = dataclasses.replace(context("auto"), costs=CostModel(find_device("a100_80")))
 SHARED = dataclasses.replace(CTX, reduction=Reduction("a group", 2))
 DIVIDED = dataclasses.replace(CTX, sharding=Sharding(Reduction("a group", 2, bucket_bytes=0), 0))
 Graph = Callable[[], fx.GraphModule]
@@ -98,6 +103,14 @@ def model(x: Tensor, w: Tensor) -> Tensor:
 
 def forward(until: str) -> Graph:
     return lambda: prepared(pre_dispatch(model, X, W), CTX, until=until)
+
+
+def placed() -> fx.GraphModule:
+    """Neutral ops before and behind an fp32 one, and an op of several results, placed by costs."""
+    gm = pre_dispatch(lambda x, w: ((F.linear(x, w) + x).exp() * 2).split(1), X, W)
+    prepared(gm, AUTO, until="insert_casts")
+    assert place_neutral.PASS.run(gm, AUTO)
+    return gm
 
 
 def step(*passes: Pass) -> Graph:
@@ -173,6 +186,18 @@ def follow_fp64(gm: fx.GraphModule) -> None:
 
 def forget_a_reason(gm: fx.GraphModule) -> None:
     ir.amend(find(gm, "exp"), reason="")
+
+
+def round_what_exp_made(gm: fx.GraphModule) -> None:
+    ir.amend(find(gm, "mul"), precision=BF16, rule=Rule.PLACED, either=True)
+
+
+def place_what_is_fixed(gm: fx.GraphModule) -> None:
+    ir.amend(find(gm, "exp"), rule=Rule.PLACED)
+
+
+def give_another_dtype(gm: fx.GraphModule) -> None:
+    ir.amend(find(gm, "getitem"), out=(BF16,))
 
 
 def drop_a_cast(gm: fx.GraphModule) -> None:
@@ -273,6 +298,9 @@ CASES = [
         damaged(lambda: pre_dispatch(lambda x: x.double(), X), follow_fp64), "said to follow a dtype",
     ),
     Case("assigned", forward("insert_casts"), damaged(forward("insert_casts"), forget_a_reason), "no reason"),
+    Case("placed", placed, damaged(placed, round_what_exp_made), "rounds the fp32 result of exp", ctx=AUTO),
+    Case("placed", placed, damaged(placed, place_what_is_fixed), "the rules leave it no choice", ctx=AUTO),
+    Case("placed", placed, damaged(placed, give_another_dtype), "not what its source gives", ctx=AUTO),
     Case("cast", forward(""), damaged(forward(""), drop_a_cast), "runs in torch.bfloat16"),
     Case("frozen", lambda: FROZEN.gm, lambda: WEIGHTED.gm, "rounds the weight w each time", ctx=WEIGHTED.ctx),
     Case(

@@ -14,6 +14,8 @@ from amp_compiler import Policy, ir
 from amp_compiler.capture.export import capture_export
 from amp_compiler.capture.program import weights_of
 from amp_compiler.common.errors import AmpError, ArgumentError, BannedOpError, PipelineError, VerifyError
+from amp_compiler.cost.devices import find as find_device
+from amp_compiler.cost.model import CostModel
 from amp_compiler.passes import insert_casts, normalize, precision
 from amp_compiler.passes.order import (
     ALL,
@@ -38,6 +40,9 @@ X, W = torch.randn(2, 4), torch.randn(4, 4)
 GIVEN = (facts.CAPTURED,)
 BLESSED = Fact("blessed", None, "Nobody makes it.", check=lambda gm, ctx, place: None)
 
+#: what runs unless the user names a device
+USUAL = tuple(p for p in FORWARD if p.name != "place_neutral")
+
 
 def model(x: Tensor, w: Tensor) -> Tensor:
     return F.linear(x.float(), w).softmax(-1)
@@ -58,7 +63,7 @@ def test_the_pipelines_are_in_order() -> None:
     built = build()
     joint, inference = built.joint, built.inference
     assert [p.name for p in built.forward.passes] == [
-        "normalize", "mark_dtype_origin", "assign_precision", "insert_casts",
+        "normalize", "mark_dtype_origin", "assign_precision", "place_neutral", "insert_casts",
     ]  # fmt: skip
     assert joint.passes == JOINT
     assert inference.passes == INFERENCE
@@ -128,9 +133,9 @@ def test_each_pass_can_be_switched_off(name: str) -> None:
     forward, joint, inference = built.forward, built.joint, built.inference
     gm = pre_dispatch(model, X, W)
     history = run(forward, gm)
-    assert [r.name for r in history] == [p.name for p in FORWARD]
+    assert [r.name for r in history] == [p.name for p in USUAL]
     holds = set(forward.given)
-    for step, record in zip(FORWARD, history, strict=True):
+    for step, record in zip(USUAL, history, strict=True):
         missing = [f for f in step.requires if f not in holds]
         if step.name == name:
             assert record.note == "switched off"
@@ -176,6 +181,18 @@ def test_a_given_fact_that_an_earlier_pipeline_did_not_make() -> None:
 
 
 # ------------------------------------------------------------------------------------------- situations
+
+
+def test_a_pass_that_must_be_asked_for_leaves_no_record_without() -> None:
+    """With a device it has one, and one that says so where it is switched off."""
+    ctx = dataclasses.replace(context("auto"), costs=CostModel(find_device("a100_80")))
+    found = {}
+    for off in ((), ("place_neutral",)):
+        history: list[Record] = []
+        build(off).forward.run(pre_dispatch(model, X, W), ctx, history, graph="forward")
+        found[off] = {r.name: r.note for r in history}
+    assert list(found[()]) == [p.name for p in FORWARD]
+    assert found[("place_neutral",)]["place_neutral"] == "switched off"
 
 
 def notes(pipe: Pipeline, gm: fx.GraphModule, **situation: Any) -> dict[str, str]:
@@ -317,7 +334,7 @@ def test_ops_are_run_again_after_every_pass(
 def test_history_has_one_record_a_stage() -> None:
     gm = pre_dispatch(model, X, W)
     records = run(build().forward, gm)
-    assert [r.name for r in records] == [p.name for p in FORWARD]
+    assert [r.name for r in records] == [p.name for p in USUAL]
     assert all(r.seconds > 0 and r.graph == "forward" and r.note == "" for r in records)
     assert all(
         r.text.startswith("input x_1: f32[2, 4]") and r.text.splitlines()[-1].startswith("return")

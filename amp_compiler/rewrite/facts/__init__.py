@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..base import Fact
 from . import conversion, forward, functional, parallel, sharded, training
 from .conversion import FROZEN
-from .forward import ASSIGNED, CAPTURED, CAST, NORMALIZED, ORIGIN
+from .forward import ASSIGNED, CAPTURED, CAST, NORMALIZED, ORIGIN, PLACED
 from .functional import BATCHED, FOLDED, FUNCTIONAL, FUSED, LOWERED, PAST_AUTOGRAD, VIEWED
 from .parallel import REDUCED, REDUCED_IN_PLACE
 from .sharded import GATHERED, SCATTERED
@@ -37,6 +37,7 @@ __all__ = [
     "NORMALIZED",
     "ORIGIN",
     "PAST_AUTOGRAD",
+    "PLACED",
     "REDUCED",
     "REDUCED_IN_PLACE",
     "SCALED",
