@@ -24,7 +24,8 @@ import torch
 from amp_compiler import Policy
 from amp_compiler.cost.devices import Device, find
 from amp_compiler.cost.machine import this_machine
-from amp_compiler.prediction import Study, band_of
+from amp_compiler.prediction import band_of
+from amp_compiler.study import Study
 from harness import DTYPES, Row, Run, arguments, console, interleave, panels, sampled, set_threads, spread
 from reference_networks import NETWORKS, Loss, make
 from subjects import SUBJECTS, Subject

@@ -120,7 +120,8 @@ def predictions(asked: Asked, quiet: bool) -> Iterator[Prediction]:
         tell("loading torch")
         from ..cost.devices import find
         from ..policy import LEVELS, Policy
-        from ..prediction import Study, predict_study
+        from ..prediction import predict_study
+        from ..study import Study
         from .target import load
 
         given = asked.devices.split(",") if isinstance(asked.devices, str) else asked.devices
