@@ -73,8 +73,10 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
     for gradient in gradients:
         gradient.position = positions[gradient.node]
     gradients.sort(key=lambda g: g.position)
-    layout = reduction.layout or _choose(gradients, reduction)
-    buckets = _by_layout(gradients, layout)
+    by_name = {gradient.name: gradient for gradient in gradients}
+    known = (found for found in reduction.layouts if sorted(sum(found, ())) == sorted(by_name))
+    layout = next(known, None) or _choose(gradients, reduction)
+    buckets = [[by_name[name] for name in names] for names in layout]
 
     sent: list[fx.Node] = []
     for number, bucket in enumerate(buckets):
@@ -174,19 +176,6 @@ def _choose(gradients: list[Gradient], reduction: Reduction) -> Layout:
         buckets[-1].append(gradient.name)
         held += size
     return tuple(tuple(names) for names in buckets)
-
-
-def _by_layout(gradients: list[Gradient], layout: Layout) -> list[list[Gradient]]:
-    """Return the gradients, bucket by bucket, in the order of the layout, which all processes share."""
-    by_name = {gradient.name: gradient for gradient in gradients}
-    wanted = [name for names in layout for name in names]
-    if sorted(by_name) != sorted(wanted):
-        odd = ", ".join(sorted(set(by_name) ^ set(wanted)))
-        raise CaptureError(
-            f"this graph does not give gradients to the same parameters as the first one ({odd}), so that processes "
-            "could wait for different buckets"
-        )
-    return [[by_name[name] for name in names] for names in layout]
 
 
 def _pack(bucket: list[Gradient], reduction: Reduction, call: Any) -> fx.Node:

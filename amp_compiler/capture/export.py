@@ -95,6 +95,15 @@ def _traceable(model: nn.Module, inference: bool) -> Iterator[nn.Module]:
                 del vars(module)[name]
 
 
+_REWRITE = (
+    "If the inputs are right, rewrite that line, or use amp_compile, which runs code that cannot be in a graph outside "
+    "of it."
+)
+_KEEPS_CACHE = (
+    "Models of transformers return a cache, which torch.export does not know: set model.config.use_cache = False."
+)
+
+
 def _capture(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, dynamic_shapes: Any,
     low: torch.dtype | None, inference: bool,
@@ -108,8 +117,7 @@ def _capture(
             f"{type(model).__name__} cannot be exported with these inputs: "
             f"{first_line(error)}{f' ({line})' if line else ''}",
             source=line,
-            hint="If the inputs are right, rewrite that line, or use amp_compile, which runs code that cannot be in a "
-            "graph outside of it.",
+            hint=_KEEPS_CACHE if "Cache in output" in str(error) else _REWRITE,
         ) from error
     _name_state(program, dict(model.named_parameters(remove_duplicate=False)))
     if low is None or not reads.found:

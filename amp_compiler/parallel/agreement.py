@@ -32,30 +32,38 @@ def check_agreement(group: dist.ProcessGroup, facts: Mapping[str, str], when: st
         )
 
 
-#: how long a process waits for the others to leave their graphs as it did; they may have to compile first
+#: how long a process waits for the others to change their step as it did; they may have to compile first
 PATIENCE = timedelta(seconds=60)
 
 
-def leave_graph_together(group: dist.ProcessGroup, key: str, reason: str) -> None:
+def change_together(group: dist.ProcessGroup, key: str, change: object, reason: str) -> None:
     """Wait until every process of the group has called this with the same key, or raise a ``ParallelError``.
 
-    A process that must leave its graph in the middle of a run cannot ask by a collective: the others may be in one of
-    their step, where they wait for this process. So they meet at the store that they all know.
+    A process whose step changes in the middle of a run cannot ask by a collective whether the others change theirs,
+    too: they may be in one of their step, where they wait for this process. So all meet at the store that they share.
     """
     # torch 2.13 to 2.15 have no public name for the store of the default group.
     store = dist.distributed_c10d._get_default_store()
     ranks = dist.get_process_group_ranks(group)
-    store.set(f"{key}/{dist.get_rank()}", reason)
+    own = fingerprint(repr(change))
+    store.set(f"{key}/{dist.get_rank()}", own)
     try:
         store.wait([f"{key}/{rank}" for rank in ranks], PATIENCE)
     except RuntimeError as error:
         gone = [dist.get_group_rank(group, rank) for rank in ranks if not store.check([f"{key}/{rank}"])]
-        raise ParallelError(
-            f"The training step of rank {dist.get_rank(group)} cannot continue as the graph that it was so far "
-            f"({reason}), and rank {_ranks(gone)} did: processes that train together must do the same in every step.",
-            hint="Let every process use the same parameters in each step, or train with "
-            "DistributedDataParallel(model, find_unused_parameters=True).",
-        ) from error
+        raise _changed(group, gone, reason) from error
+    others = [dist.get_group_rank(group, rank) for rank in ranks if store.get(f"{key}/{rank}").decode() != own]
+    if others:
+        raise _changed(group, others, reason)
+
+
+def _changed(group: dist.ProcessGroup, others: list[int], reason: str) -> ParallelError:
+    return ParallelError(
+        f"The training step of rank {dist.get_rank(group)} has changed ({reason}), and that of rank {_ranks(others)} "
+        "has not, or in another way: processes that train together must do the same in every step.",
+        hint="Let every process use the same parameters in each step, or train with "
+        "DistributedDataParallel(model, find_unused_parameters=True).",
+    )
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from .. import ir
 from ..rewrite.reduction import Layout, Reduction
-from .agreement import check_agreement, facts_of, leave_graph_together
+from .agreement import change_together, check_agreement, facts_of
 from .engine import Engine
 from .spec import DataParallel, process_group
 
@@ -29,7 +29,7 @@ class DataEngine(Engine):
     def __init__(self, spec: DataParallel) -> None:
         self.spec, self.group = spec, process_group(spec.mesh_or_group)
         self.size = dist.get_world_size(self.group)
-        self.layout: Layout | None = None
+        self.layouts: tuple[Layout, ...] = ()
         self.agreed = False
         self.number = next(_NUMBERS)  # the same in every process, since all make their steps in the same order
 
@@ -43,17 +43,22 @@ class DataEngine(Engine):
     def reduction(self, *, of_sums: bool) -> Reduction:
         """Return what the pass ``reduce_gradients`` has to know."""
         size = int(self.spec.bucket_mb * (1 << 20))
-        return Reduction(self.group.group_name, self.size, self.spec.reduce_dtype, size, self.layout, of_sums)
+        return Reduction(self.group.group_name, self.size, self.spec.reduce_dtype, size, self.layouts, of_sums)
 
     def captured(self, graph: fx.GraphModule, joint: fx.GraphModule) -> None:
-        """Called for each graph that reduces: the first fixes the buckets, and all processes must have the same."""
-        self.layout = joint.meta[ir.BUCKETS]
+        """Called for each graph that reduces: all processes must have the same buckets."""
+        layout: Layout = joint.meta[ir.BUCKETS]
+        if self.agreed and layout not in self.layouts:
+            change_together(self.group, f"amp_compiler/{self.number}/{len(self.layouts)}", layout,
+                            "other parameters get gradients than in earlier steps")  # fmt: skip
+        if layout not in self.layouts:
+            self.layouts += (layout,)
         self._agree(facts_of(graph))
 
     def broken(self, reason: str) -> None:
         """Called when the step runs in pieces, from the first step on or later."""
         if self.agreed:
-            leave_graph_together(self.group, f"amp_compiler/{self.number}/pieces", reason)
+            change_together(self.group, f"amp_compiler/{self.number}/pieces", (), reason)
         self._agree({"the captured graph": f"none ({reason})"})
 
     def _agree(self, facts: Mapping[str, str]) -> None:

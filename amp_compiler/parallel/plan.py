@@ -135,6 +135,9 @@ def plan(
         "bytes are those of the whole tensors that a collective gathers, scatters or averages; a ring sends "
         f"{'twice ' if sharding is None else ''}(ranks - 1) / ranks of them from each rank"
     ]
+    values = (value for node in captured.graph.graph.nodes for value in ir.tensor_outputs(node) if value is not None)
+    if any(not isinstance(size, int) for value in values for size in value.shape):
+        notes.append("some sizes depend on the data: each counts as 1, so what follows from it is left out")
     return Plan(ranks, parallel, policy.level, dtype_name(policy.low), whole, tuple(columns), tuple(notes))
 
 

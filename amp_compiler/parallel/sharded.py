@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from .. import ir
 from ..common.errors import ArgumentError, CaptureError
 from ..rewrite.reduction import Reduction
 from ..rewrite.sharding import Sharding
-from .agreement import check_agreement, facts_of
+from .agreement import change_together, check_agreement, facts_of
 from .engine import Engine
 from .shards import Shard, divide, local_of, make_stand_in, mark_divided
 from .spec import Sharded, process_group
@@ -29,6 +30,9 @@ BUCKET_BYTES = 4 << 20
 Places = dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]]
 
 
+_NUMBERS = itertools.count()
+
+
 class ShardEngine(Engine):
     """What a compiled training step asks of a ``Sharded``."""
 
@@ -38,7 +42,8 @@ class ShardEngine(Engine):
         self.spec, self.group = spec, process_group(spec.mesh)
         self.size, self.part = dist.get_world_size(self.group), dist.get_rank(self.group)
         self.shards: list[Shard] = []
-        self.layout: Any = None
+        self.layouts: list[Any] = []
+        self.number = next(_NUMBERS)  # the same in every process, since all make their steps in the same order
         self._by_stand_in: dict[int, Shard] = {}
 
     def begin(
@@ -109,20 +114,19 @@ class ShardEngine(Engine):
         return {i: shard for i, shard in found.items() if shard is not None}
 
     def captured(self, graph: fx.GraphModule, joint: fx.GraphModule) -> None:
-        """Called for each graph: all processes must have the same, and each the same collectives as the first."""
+        """Called for each graph: all processes must have the same collectives."""
         layout = joint.meta.get(ir.GATHERS), joint.meta.get(ir.SCATTERS)
-        if self.layout is None:
+        if not self.layouts:
             check_agreement(self.group, facts_of(graph), "in their first step")
-            self.layout = layout
-        elif self.layout != layout:
-            raise CaptureError(
-                "this graph does not gather the same parameters in the same order as the first one, so that processes "
-                "could wait for different ones"
-            )
+        elif layout not in self.layouts:
+            change_together(self.group, f"amp_compiler/sharded/{self.number}/{len(self.layouts)}", layout,
+                            "other parameters are read or get gradients than in earlier steps")  # fmt: skip
+        if layout not in self.layouts:
+            self.layouts.append(layout)
 
     def broken(self, reason: str) -> None:
         """Called when the step cannot be one graph."""
-        if self.layout is None:
+        if not self.layouts:
             check_agreement(self.group, {"the captured graph": f"none ({reason})"}, "in their first step")
         raise CaptureError(
             f"parallel=Sharded(...) needs the training step as one graph, and it is not: {reason}.",
@@ -135,19 +139,35 @@ class ShardEngine(Engine):
     @contextlib.contextmanager
     def stand_ins(self) -> Iterator[None]:
         """Inside, the modules hold what Dynamo is to capture."""
+        for shard in self.shards:
+            shard.stand_in.requires_grad_(shard.parameter.requires_grad)  # the user may freeze a parameter at any time
         with self._showing([(shard, shard.stand_in) for shard in self.shards]):
             yield
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[dict[int, nn.Parameter]]:
-        """Inside, the modules hold whole parameters: id of the divided one -> whole. All processes must take part."""
+        """Inside, the modules hold whole parameters: id of the divided one -> whole. All processes must take part. What
+        is written to a whole parameter is taken over: each process keeps its rows of what it has written."""
         whole = []
         with torch.no_grad():
             for shard in self.shards:
                 full = shard.parameter.full_tensor()  # type: ignore[attr-defined]
                 whole.append((shard, nn.Parameter(full, requires_grad=shard.parameter.requires_grad)))
+        versions = [parameter._version for _, parameter in whole]
         with self._showing(whole):
             yield {id(shard.parameter): parameter for shard, parameter in whole}
+        with torch.no_grad():
+            for (shard, parameter), version in zip(whole, versions, strict=True):
+                if parameter._version != version:
+                    shard.local.copy_(self._rows(parameter))
+
+    def _rows(self, whole: Tensor) -> Tensor:
+        """The rows of this process, as ``torch.chunk`` divides them."""
+        if not whole.dim():
+            return whole
+        sharding = self.sharding()
+        first = min(sharding.rank * sharding.chunk(whole.shape[0]), whole.shape[0])
+        return whole[first : first + sharding.own_rows(whole.shape[0])]
 
     @contextlib.contextmanager
     def _showing(self, shown: Sequence[tuple[Shard, nn.Parameter]]) -> Iterator[None]:

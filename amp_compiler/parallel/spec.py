@@ -88,6 +88,8 @@ def process_group(mesh_or_group: Any) -> dist.ProcessGroup:
             "compile_train_step(parallel=...) needs a process group, but torch.distributed is not initialized.",
             hint="Start the script with torchrun and call torch.distributed.init_process_group() first.",
         )
+    if mesh_or_group is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group() returns to the others
+        raise ArgumentError("This process does not belong to the group that was given: only its members can train.")
     if mesh_or_group is None:
         group: Any = dist.group.WORLD
     elif isinstance(mesh_or_group, dist.ProcessGroup):

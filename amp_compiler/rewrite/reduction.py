@@ -16,15 +16,16 @@ class Reduction:
 
     ``group`` is the name by which functional collectives know the group. ``dtype`` is the dtype of the communication;
     None widens low-precision gradients to fp32 and keeps the others. ``bucket_bytes`` bounds the size of a bucket, of
-    which each has at least one gradient. ``layout`` fixes the buckets; None lets the pass choose them. All processes
-    of a group must use the same layout, since the collectives are matched by their order.
+    which each has at least one gradient. ``layouts`` are those of earlier graphs: one with the same gradients is used
+    again, otherwise the pass chooses. All processes of a group must use the same layout, since collectives are matched
+    by their order.
     """
 
     group: str
     size: int
     dtype: torch.dtype | None = None
     bucket_bytes: int = 25 << 20
-    layout: Layout | None = None
+    layouts: tuple[Layout, ...] = ()
     #: this graph ends an update of several micro-batches: it adds its gradients to the sums so far and reduces those
     of_sums: bool = False
 

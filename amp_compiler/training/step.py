@@ -132,7 +132,7 @@ class TrainStep:
         self._loss = loss.detach()
         self._loss_watch.see(self._loss_finite, first=window.done == 1)
         ends = window.done == window.size
-        if ends and self._pieces is not None:
+        if ends:
             self._reduce()
         result = self._update(loss) if ends else self._result(loss, self._norm(), updated=False)
         return result if extra is output is None else dataclasses.replace(result, extra=extra, output=output)
@@ -152,10 +152,15 @@ class TrainStep:
         return self._update(self._loss)
 
     def _reduce(self) -> None:
-        """Average the gradients over the processes, where no graph has done it."""
+        """Average the gradients over the processes, where no graph has done it: of a step in pieces, of a flush, and of
+        parameters that only an earlier micro-batch has used."""
         if not self._engine.reduces_outside:
             return
-        self._engine.reduce_(self._owner.named_trained())
+        done = self._window.reduced
+        left = {name: p for name, p in self._owner.named_trained().items() if name not in done}
+        if done and all(p.grad is None for p in left.values()):
+            return
+        self._engine.reduce_(left)
         with torch.no_grad():
             self._window.see_reduced(all_finite(self._gradients()), self._owner.state())
 

@@ -90,10 +90,14 @@ class WholeStep(Backend):
         if len(runs) > 1:
             runs[-1].share_low_copies(runs[0])
 
+        reduced = frozenset(name for names in last.joint.meta.get(ir.BUCKETS, ()) for name in names)
+
         def call(*args: Any) -> Any:
             if self.probe.looking:
                 return self.probe.run(graph, args)
-            return runs[-1 if self.window.done == self.window.size - 1 else 0](args)
+            ends = self.window.done == self.window.size - 1
+            self.window.reduced = reduced if ends else frozenset()
+            return runs[-1 if ends else 0](args)
 
         return call
 

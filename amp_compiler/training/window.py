@@ -81,6 +81,8 @@ class Window:
     #: attributes that the model may rebind
     held: dict[tuple[int, str], Held] = field(default_factory=dict)
     batches: list[Batch] = field(default_factory=list)
+    #: names of the parameters whose gradients the graph of the last micro-batch has averaged over processes
+    reduced: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         self.adding = False  # the batch in progress adds to the sums in place
@@ -92,7 +94,7 @@ class Window:
         before = {name: value for name, value in self.__dict__.items() if name != "adding"}
         if self.done == 0:
             self.number += 1
-            self.saved, self.held, self.batches = {}, {}, []
+            self.saved, self.held, self.batches, self.reduced = {}, {}, [], frozenset()
             self.scale = scale
             self.found = None if scale is None else self.no_overflow
         try:

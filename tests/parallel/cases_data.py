@@ -111,18 +111,20 @@ class Switch(nn.Module):
         return out + self.sometimes(x) if both else out
 
 
-def used_later() -> dict[str, Any]:
-    """A parameter that no process uses in the first step, and all in the second."""
+def used_later(accumulate: int = 1, used: tuple[bool, ...] = (False, True)) -> dict[str, Any]:
+    """A parameter that all processes use in some steps only."""
     model = Switch()
-    step = _compile(model, parallel=DataParallel(), dtype=torch.bfloat16)
+    step = _compile(model, parallel=DataParallel(), dtype=torch.bfloat16, accumulate_steps=accumulate)
     alone = copy.deepcopy(model)
-    other = _compile(alone, dtype=torch.bfloat16)
+    other = _compile(alone, dtype=torch.bfloat16, accumulate_steps=accumulate)
     x, y = _batch(0)
     unequal: list[str] = []
-    for both in (False, True):
+    for both in used:
         alone.load_state_dict(model.state_dict())
-        step((x, both), y)
+        ended = bool(step((x, both), y).updated)
         other((x, both), y)
+        if not ended:
+            continue
         for (name, parameter), twin in zip(model.named_parameters(), alone.parameters(), strict=True):
             if twin.grad is None:
                 unequal += [] if parameter.grad is None else [name]
@@ -130,7 +132,7 @@ def used_later() -> dict[str, Any]:
             mean = twin.grad.clone().div_(dist.get_world_size())
             dist.all_reduce(mean)
             unequal += [] if parameter.grad is not None and torch.equal(parameter.grad, mean) else [name]
-    return {"unequal": unequal}
+    return {"unequal": unequal, "graphs": len(step.joint_graphs)}
 
 
 def flush() -> dict[str, Any]:
@@ -189,6 +191,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "overflow in pieces": lambda: overflow(Broken, accumulate_steps=2),
     "flush": flush,
     "used later": used_later,
+    "used in the first micro-batch only": lambda: used_later(2, (True, False, False, True)),
     "another width": lambda: disagreement(width=5),
     "another level": lambda: disagreement(level="O1"),
     "another black list": lambda: disagreement(black_list=["linear"]),

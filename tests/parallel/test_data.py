@@ -17,7 +17,8 @@ from amp_compiler import ArgumentError, DataParallel, compile_train_step
 NAMES = (
     "gradients fp16", "gradients bf16", "gradients accumulated", "gradients without a scaler",
     "gradients in small buckets", "gradients in pieces", "gradients sent in bf16", "overflow", "overflow accumulated",
-    "overflow in pieces", "flush", "used later", "another width", "another level", "another black list",
+    "overflow in pieces", "flush", "used later", "used in the first micro-batch only",
+    "another width", "another level", "another black list",
     "another batch",
 )  # fmt: skip
 
@@ -68,8 +69,11 @@ def test_flush_reduces(answers: dict[str, list[Any]]) -> None:
     assert [rank["unequal"] for rank in value(answers, "flush")] == [[], []]
 
 
-def test_a_parameter_that_is_used_later_is_averaged_too(answers: dict[str, list[Any]]) -> None:
-    assert [rank["unequal"] for rank in value(answers, "used later")] == [[], []]
+@pytest.mark.parametrize("case", ["used later", "used in the first micro-batch only"])
+def test_a_parameter_that_some_steps_use_is_averaged_there(answers: dict[str, list[Any]], case: str) -> None:
+    for rank in value(answers, case):
+        assert rank["unequal"] == []
+        assert rank["graphs"] >= 2  # it stays one graph per step
 
 
 @pytest.mark.parametrize(

@@ -170,14 +170,15 @@ def test_a_low_reduction_sends_half_the_bytes() -> None:
 def test_a_layout_is_kept() -> None:
     inputs = leaves()
     layout = (("p0",), ("p1",))
-    gm = check_pass(reduce_gradients.PASS, scaled(dense, *inputs), shared(layout=layout), modified=True)
+    gm = check_pass(reduce_gradients.PASS, scaled(dense, *inputs), shared(layouts=((("p0",),), layout)), modified=True)
     assert gm.meta[ir.BUCKETS] == layout
     assert len(ops(gm, "_c10d_functional::all_reduce")) == 2
 
 
-def test_a_layout_of_other_parameters_is_refused() -> None:
-    with pytest.raises(CaptureError, match="same parameters as the first one"):
-        reduce_gradients.PASS.run(scaled(dense, *leaves()), shared(layout=(("p0",),)))
+def test_a_layout_of_other_parameters_is_left_alone() -> None:
+    gm = scaled(dense, *leaves())
+    check_pass(reduce_gradients.PASS, gm, shared(layouts=((("p0",),),)), modified=True)
+    assert sorted(sum(gm.meta[ir.BUCKETS], ())) == ["p0", "p1"]
 
 
 def test_a_sparse_gradient_is_refused() -> None:
