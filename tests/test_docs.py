@@ -26,7 +26,6 @@ MODULES = [
     "amp_compiler.policy.ops.names",
     "amp_compiler.policy.rules",
     "amp_compiler.cli.target",
-    "amp_compiler.inspect.render.words",
     "amp_compiler.kernels.all_finite",
     "amp_compiler.kernels.unscale",
 ]

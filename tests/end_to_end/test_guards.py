@@ -65,6 +65,16 @@ def trap(name: str, removal: Removal, noticed: type[Exception] | None = None, sa
 # ----------------------------------------------------------------------------------- switching guards off
 
 
+def both(*removals: Removal) -> Removal:
+    """Remove several, of which each alone would do."""
+
+    def remove(patch: pytest.MonkeyPatch) -> None:
+        for removal in removals:
+            removal(patch)
+
+    return remove
+
+
 def gives(owner: Any, name: str, value: Any = None) -> Removal:
     """The function gives ``value`` and does nothing."""
     real = getattr(owner, name)
@@ -673,8 +683,12 @@ def opaque(m: Any, y: Tensor) -> Tensor:
     return y.exp()
 
 
-@trap("not captured: a graph break", gives(dynamo, "break_reason"), step=broken, line="in broken: torch._dynamo.graph")
-@trap("not captured: a function left out", gives(dynamo, "break_reason"), step=opaque, line="return self.step(self")
+#: what a graph says of its end, and what Dynamo's counts say if it does not
+_TOLD = both(gives(dynamo, "break_reason"), gives(State, "missed"))
+
+
+@trap("not captured: a graph break", _TOLD, step=broken, line="in broken: torch._dynamo.graph")
+@trap("not captured: a function left out", _TOLD, step=opaque, line="return self.step(self")
 def graph_break(step: Any, line: str) -> None:
     fast = compiled(Does(step))
     fast(normal(4, 4))

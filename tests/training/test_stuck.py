@@ -58,7 +58,7 @@ def test_one_warning_with_the_cause_for_each_time_that_it_happens(make: Any) -> 
         assert f"loss scale is {scale:g}" in message
         first = str(step.explain_overflow()).splitlines()[0]
         assert first in message
-        assert "black_list=" in message
+        assert "exclude=['last']" in message
         assert "explain_overflow()" in message
         assert differences(state(model), before) == []  # to explain it changes nothing
         assert warned(step, GOOD, 1) == []
