@@ -16,11 +16,13 @@ from .common.compat import check_release
 from .common.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from .calibration.calibration import Calibration as Calibration
     from .common.errors import AmpError as AmpError
     from .common.errors import AmpWarning as AmpWarning
     from .common.errors import ArchiveError as ArchiveError
     from .common.errors import ArgumentError as ArgumentError
     from .common.errors import BannedOpError as BannedOpError
+    from .common.errors import CalibrationError as CalibrationError
     from .common.errors import CaptureError as CaptureError
     from .common.errors import CheckpointError as CheckpointError
     from .common.errors import DrawingError as DrawingError
@@ -60,6 +62,8 @@ _PUBLIC = {
     "ArgumentError": "common.errors",
     "BannedOpError": "common.errors",
     "CallRule": "policy",
+    "Calibration": "calibration.calibration",
+    "CalibrationError": "common.errors",
     "CaptureError": "common.errors",
     "CheckpointError": "common.errors",
     "ConvertedModel": "conversion.converted",

@@ -75,6 +75,19 @@ class PolicyError(ArgumentError):
     """
 
 
+class CalibrationError(ArgumentError):
+    """A calibration cannot be made from what was given, cannot be read or written, or belongs to another model.
+
+    Examples:
+        >>> from amp_compiler import Calibration, CalibrationError
+        >>> try:
+        ...     Calibration.load("no_such_file.json")
+        ... except CalibrationError as error:
+        ...     print(error)
+        The calibration no_such_file.json cannot be read: No such file or directory.
+    """
+
+
 class CaptureError(AmpError, RuntimeError):
     """The model could not be brought into a graph, where one graph is needed: in ``convert_model``, or with
     ``fullgraph=True``.
