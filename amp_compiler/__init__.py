@@ -17,6 +17,7 @@ from .common.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .calibration.calibration import Calibration as Calibration
+    from .calibration.result import Search as Search
     from .common.errors import AmpError as AmpError
     from .common.errors import AmpWarning as AmpWarning
     from .common.errors import ArchiveError as ArchiveError
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from .common.errors import PipelineError as PipelineError
     from .common.errors import PolicyError as PolicyError
     from .common.errors import ScalerError as ScalerError
+    from .common.errors import SearchError as SearchError
     from .common.errors import UnknownOpError as UnknownOpError
     from .common.errors import VerifyError as VerifyError
     from .compile import amp_compile as amp_compile
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from .policy import Policy as Policy
     from .policy.scopes import precision as precision
     from .policy.scopes import set_precision as set_precision
+    from .search import search_policy as search_policy
     from .training.compile import compile_train_step as compile_train_step
     from .training.finite import all_finite as all_finite
     from .training.results import StepResult as StepResult
@@ -61,9 +64,9 @@ _PUBLIC = {
     "ArchiveError": "common.errors",
     "ArgumentError": "common.errors",
     "BannedOpError": "common.errors",
-    "CallRule": "policy",
     "Calibration": "calibration.calibration",
     "CalibrationError": "common.errors",
+    "CallRule": "policy",
     "CaptureError": "common.errors",
     "CheckpointError": "common.errors",
     "ConvertedModel": "conversion.converted",
@@ -76,6 +79,8 @@ _PUBLIC = {
     "PolicyError": "common.errors",
     "Report": "inspect.report",
     "ScalerError": "common.errors",
+    "Search": "calibration.result",
+    "SearchError": "common.errors",
     "StaticLossScaler": "training.scalers",
     "StepResult": "training.results",
     "TrainStep": "training.step",
@@ -88,6 +93,7 @@ _PUBLIC = {
     "count_casts": "inspect.profile",
     "load_converted": "conversion.loading",
     "precision": "policy.scopes",
+    "search_policy": "search",
     "set_precision": "policy.scopes",
 }
 __all__ = [*_PUBLIC, "__version__"]
