@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .inspect.report import Report as Report
     from .module import AmpModule as AmpModule
     from .parallel.spec import DataParallel as DataParallel
+    from .policy import CallRule as CallRule
     from .policy import Policy as Policy
     from .policy.scopes import precision as precision
     from .policy.scopes import set_precision as set_precision
@@ -62,6 +63,7 @@ _PUBLIC = {
     "BannedOpError": "common.errors",
     "Calibration": "calibration.calibration",
     "CalibrationError": "common.errors",
+    "CallRule": "policy",
     "CaptureError": "common.errors",
     "CheckpointError": "common.errors",
     "ConvertedModel": "conversion.converted",

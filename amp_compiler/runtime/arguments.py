@@ -93,7 +93,7 @@ def _exclusions(exclude: Iterable[str | type[nn.Module]]) -> list[str | type[nn.
 
 def _with_excluded(policy: Policy, model: Any, exclude: tuple[str | type[nn.Module], ...]) -> Policy:
     if not isinstance(model, nn.Module):
-        if exclude or policy.modules:
+        if exclude or policy.modules or any(rule.module for rule in policy.calls):
             raise PolicyError("exclude and module rules need a torch.nn.Module: a function has no module paths.")
         return policy
     modules = modules_of(model)
@@ -114,6 +114,10 @@ def _with_excluded(policy: Policy, model: Any, exclude: tuple[str | type[nn.Modu
     for pattern, _ in policy.modules:
         if not any(matches(pattern, path) for path in modules):
             raise _no_match(pattern, modules)
+    for rule in policy.calls:
+        if rule.module not in modules:
+            message = f"The call rule '{rule}' names the module {rule.module!r}, which the model does not have."
+            raise PolicyError(message, hint=nearest_path(rule.module, modules))
     return policy.with_modules(rules) if rules else policy
 
 
