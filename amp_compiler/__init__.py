@@ -16,6 +16,7 @@ from .common.compat import check_release
 from .common.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from .calibration.calibrate import calibrate as calibrate
     from .calibration.calibration import Calibration as Calibration
     from .calibration.result import Search as Search
     from .common.errors import AmpError as AmpError
@@ -88,6 +89,7 @@ _PUBLIC = {
     "VerifyError": "common.errors",
     "all_finite": "training.finite",
     "amp_compile": "compile",
+    "calibrate": "calibration.calibrate",
     "compile_train_step": "training.compile",
     "convert_model": "conversion.convert",
     "count_casts": "inspect.profile",

@@ -24,7 +24,7 @@ _KIND = "amp-compiler calibration"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One op of the model: all calls of it in one module and on one source line, over all batches and graphs.
+    """One op of the model, over all batches, and over all graphs that were captured for different shapes.
 
     Attributes:
         node: The name of its node in the first graph that has it.
@@ -36,6 +36,7 @@ class Row:
             rounded to the low-precision dtype. If the model was run without a loss, of the change of its outputs.
         gradient: The range of the gradients of its results, times the scale of the loss; None without a loss.
         operands: The ranges of its floating-point arguments, in order.
+        number: Which of its module's calls of this op it is, counted from 0 in the graph that has it.
     """
 
     node: str
@@ -46,6 +47,7 @@ class Row:
     sensitivity: float = 0.0
     gradient: Range | None = None
     operands: tuple[Range, ...] = ()
+    number: int | None = None
 
     @property
     def max_abs(self) -> float:
@@ -68,9 +70,9 @@ class Row:
         return max(r.underflow for r in (self.result, self.gradient or Range()))
 
     @property
-    def key(self) -> tuple[str, str, str]:
-        """What identifies the op in other graphs of the model: its module, its name and its source line."""
-        return self.module, self.op, self.source
+    def key(self) -> tuple[str, str, str, int | None]:
+        """What identifies the op in other graphs of the model: its module, name, source line and number."""
+        return self.module, self.op, self.source, self.number
 
     def merged(self, other: Row, share: float) -> Row:
         """Return the row of both runs; ``share`` is this run's share of the batches."""
@@ -234,4 +236,5 @@ def _row(data: Any) -> Row:
         *texts, result=_range(data["result"]), sensitivity=_number(data, "sensitivity"),
         gradient=None if gradient is None else _range(gradient),
         operands=tuple(_range(r) for r in _typed(data, "operands", list)),
+        number=None if data["number"] is None else _count(data, "number"),
     )  # fmt: skip

@@ -7,8 +7,9 @@ a plain value that can be merged with others and written to a file.
 from __future__ import annotations
 
 import math
+import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -55,7 +56,8 @@ class Range:
         subnormals: How many values become subnormal numbers, which have fewer bits.
         infinite: How many values are not finite, or stand for infinity.
         batch: The batch, counted from 1, in which ``max_abs`` was reached; 0 if there was none.
-        exponents: Pairs of an exponent e and how many magnitudes are in [2**e, 2**(e+1)).
+        exponents: Pairs of an exponent e and how many magnitudes are in [2**e, 2**(e+1)); of large tensors, estimated
+            from an even sample of their elements.
     """
 
     elements: int = 0
@@ -105,7 +107,7 @@ class Range:
         shift = round(math.log2(scale))
         largest = math.frexp(torch.finfo(dtype).max)[1] - 1
         normal = math.frexp(torch.finfo(dtype).smallest_normal)[1] - 1
-        least = math.frexp(torch.finfo(dtype).smallest_subnormal)[1] - 1
+        least = math.frexp(torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps)[1] - 1
         moved = tuple((exponent + shift, count) for exponent, count in self.exponents)
         return Range(
             self.elements, self.max_abs * scale, self.min_nonzero * scale,
@@ -126,11 +128,11 @@ class Tally:
     """Adds up what ``Range`` says over any number of tensors. ``scale``: a factor for all values, as of a loss."""
 
     def __init__(self, dtype: torch.dtype, scale: float = 1.0) -> None:
-        self.limits, self.scale, self.range = _LIMITS[dtype], scale, Range()
+        self.dtype, self.scale, self.range = dtype, scale, Range()
 
     def see(self, tensor: Tensor, batch: int = 1) -> Range:
         """Add the values of a tensor, which belongs to the batch of that number; return their range alone."""
-        seen = range_of(tensor, self.limits, self.scale, batch)
+        seen = range_of(tensor, self.dtype, self.scale, batch)
         self.add(seen)
         return seen
 
@@ -139,40 +141,94 @@ class Tally:
         self.range = self.range.merged(seen)
 
 
-def range_of(tensor: Tensor, limits: _Limits, scale: float, batch: int) -> Range:
-    """Return the range of one tensor's values times ``scale``."""
-    values = tensor.detach()
+#: elements that are looked at together: few enough to stay in the cache
+_CHUNK = 1 << 16
+
+
+class _Scratch(threading.local):
+    """Memory that a thread uses again: to allocate as much as a tensor has for each pass takes longer than the pass."""
+
+    def __init__(self) -> None:
+        self.magnitudes = torch.empty(_CHUNK)
+        self.bits = torch.empty(_CHUNK, dtype=torch.int32)
+
+
+_SCRATCH = _Scratch()
+
+
+def range_of(tensor: Tensor, dtype: torch.dtype, scale: float = 1.0, batch: int = 1) -> Range:
+    """Return the range of one tensor's values times ``scale``. Nothing of the tensor's size is allocated if it is dense
+    and in fp32."""
+    values, times = _flat(tensor)
+    if values.numel() == 0:
+        return Range()
+    limits, step = _LIMITS[dtype], sample_step(values.numel())
+    counts = [0] * 256
+    largest, smallest, infinite, overflows, flushed, subnormals = 0, _INFINITE, 0, 0, 0, 0
+    for start in range(0, values.numel(), _CHUNK):
+        chunk = values[start : start + _CHUNK]
+        magnitudes = torch.mul(chunk, scale, out=_scratch(_SCRATCH.magnitudes, chunk)).abs_()
+        bits, other = magnitudes.view(torch.int32), _scratch(_SCRATCH.bits, chunk)  # ordered as the magnitudes are
+        most = int(bits.amax())
+        lost = 0
+        if most >= _INFINITE:
+            lost = _count(bits >= _INFINITE)
+            bits.masked_fill_(bits >= _INFINITE, 0)
+            most = int(bits.amax())
+        least = int(torch.sub(bits, 1, out=other).bitwise_and_(0x7FFFFFFF).amin()) + 1  # a zero counts as the largest
+        if least < limits.normal:
+            small = other[torch.lt(other, limits.normal - 1)]  # without zeros; less one each
+            tiny = _count(small < limits.flushed)
+            flushed, subnormals = flushed + tiny, subnormals + small.numel() - tiny
+        if most >= limits.overflow:
+            overflows += _count(bits >= limits.overflow)
+        largest, smallest, infinite = max(largest, most), min(smallest, least), infinite + lost
+        sample = bits[-start % step :: step]
+        found = torch.bincount(sample >> 23, minlength=256).tolist()
+        if found[0]:
+            found[0] -= _count(sample == 0)
+        counts = [a + b for a, b in zip(counts, found, strict=True)]
+    exponents = tuple((place + _ZERO_EXPONENT, n * step * times) for place, n in enumerate(counts) if n)
+    return Range(
+        values.numel() * times, _float(largest), _float(smallest) if largest else 0.0, overflows * times,
+        flushed * times, subnormals * times, infinite * times, batch, exponents,
+    )  # fmt: skip
+
+
+def sample_step(elements: int) -> int:
+    """Return n such that every n-th element is a sample of at least 2**15 elements; it is odd, as sizes rarely are."""
+    return max(elements >> 16, 1) | 1
+
+
+def flattened(tensor: Tensor, order: Sequence[int] | None = None) -> tuple[Tensor, list[int]]:
+    """Return the elements in the order of memory, without a copy where that is possible, and the order of the
+    dimensions by which another tensor of the shape is flattened in the same way."""
+    order = sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d)) if order is None else list(order)
+    return tensor.permute(order).reshape(-1), order
+
+
+def _flat(tensor: Tensor) -> tuple[Tensor, int]:
+    """Return the elements as fp32, and how often each of them is in the tensor."""
+    values, times = tensor.detach(), 1
     if values.layout is torch.sparse_coo:
         values = values.coalesce().values()
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
-    values = values.to(torch.float32).reshape(-1)
-    if scale != 1.0:
-        values = values * scale
-    count = values.numel()
-    if count == 0:
-        return Range()
-    bits = values.view(torch.int32) & 0x7FFFFFFF  # ordered as the magnitudes are
-    by_exponent = torch.bincount(bits >> 23, minlength=256)
-    smallest = int(((bits - 1) & 0x7FFFFFFF).amin()) + 1  # a zero counts as the largest
-    largest = int(bits.amax())
-    infinite = 0
-    if largest >= _INFINITE:
-        infinite = int((bits >= _INFINITE).sum())
-        by_exponent[255] = 0
-        by_exponent[254] -= int((bits == _INFINITE).sum())
-        bits = bits.masked_fill(bits >= _INFINITE, 0)
-        largest = int(bits.amax())
-    zeros = int((bits == 0).sum()) - infinite if int(by_exponent[0]) else 0
-    counts = by_exponent.tolist()
-    counts[0] -= zeros
-    flushed = int((bits <= limits.flushed).sum()) - zeros - infinite if smallest <= limits.flushed else 0
-    subnormals = int((bits < limits.normal).sum()) - zeros - infinite - flushed if smallest < limits.normal else 0
-    return Range(
-        count, _float(largest), _float(smallest) if largest else 0.0,
-        int((bits >= limits.overflow).sum()) if largest >= limits.overflow else 0, flushed, subnormals, infinite,
-        batch, tuple((place + _ZERO_EXPONENT, number) for place, number in enumerate(counts) if number),
-    )  # fmt: skip
+    values = values.resolve_neg()
+    for dim, (size, stride) in enumerate(zip(values.shape, values.stride(), strict=True)):
+        if stride == 0 and size > 1:  # expanded, as the gradient of a sum
+            values, times = values.narrow(dim, 0, 1), times * size
+    return flattened(values)[0].to(torch.float32), times
+
+
+def _scratch(memory: Tensor, chunk: Tensor) -> Tensor:
+    if chunk.device != memory.device:
+        return torch.empty_like(chunk, dtype=memory.dtype)
+    return memory[: chunk.numel()]
+
+
+def _count(which: Tensor) -> int:
+    return int(torch.count_nonzero(which))
 
 
 def _float(bits: int) -> float:
