@@ -80,14 +80,21 @@ def calibrate(
     """
     low = check_low_dtype(dtype)
     model = _checked(model, loss_fn, scale)
-    recorder = Recorder(low, 1.0 if scale is None else float(scale))
+    holder = Holder(model, loss_fn)
+    held = frozenset(id(where[name]) for where, name in holder.attributes())
+    recorder = Recorder(low, 1.0 if scale is None else float(scale), held)
     run = _Run(model, loss_fn, recorder)
     count = 0
-    with undisturbed(Holder(model, loss_fn), _device(model)), _some_gradient(model):
+    with undisturbed(holder, _device(model)), _some_gradient(model):
         for batch in _bounded(batches):
             count += 1
             recorder.next_batch()
-            run(*_split_batch(batch, count))
+            args, kwargs, targets = _split_batch(batch, count)
+            try:
+                run(args, kwargs, targets)
+            except Exception as error:
+                error.add_note(f"This was in batch {count} of the calibration.")
+                raise
     if count == 0:
         raise CalibrationError(
             "The source of batches is empty: pass at least one (inputs, targets). A generator can be used only once."
@@ -116,7 +123,7 @@ class _Run:
     """Runs one batch, forward and backward."""
 
     def __init__(self, model: Any, loss_fn: Any, recorder: Recorder) -> None:
-        self.model, self.loss_fn = model, loss_fn
+        self.model, self.loss_fn, self.recorder = model, loss_fn, recorder
         self.has_loss, self.has_gradients = loss_fn is not None, False
         options, state = Options(Policy("O0", recorder.dtype), backend="eager"), State()
         self.captured = Captured(self._function(), model, options, state, _Backend(model, options, state, recorder))
@@ -142,6 +149,7 @@ class _Run:
             outputs = [t for t in outputs if t.requires_grad]
             leaves = [t for t in (*_parameters(self.model), *_parameters(self.loss_fn)) if t.requires_grad]
             leaves += [t for t in pytree.tree_leaves((args, kwargs)) if is_float(t) and t.requires_grad]
+            leaves += self.recorder.leaves
             if not outputs or not leaves:
                 return
             directions = [torch.ones_like(t) if self.has_loss else self._random(t) for t in outputs]

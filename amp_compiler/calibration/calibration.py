@@ -32,11 +32,14 @@ class Row:
         module: The path of the module that calls it.
         source: The line of the user's code.
         result: The range of its results.
-        sensitivity: The expected square of the change of the loss, to first order, if this op's results alone were
-            rounded to the low-precision dtype. If the model was run without a loss, of the change of its outputs.
+        sensitivity: The expected square of the change of the loss, to first order, if this op alone ran in low
+            precision: of the gradient times the rounding error of its result, and the same of its operands. If the
+            model was run without a loss, of the change of its outputs.
         gradient: The range of the gradients of its results, times the scale of the loss; None without a loss.
         operands: The ranges of its floating-point arguments, in order.
         number: Which of its module's calls of this op it is, counted from 0 in the graph that has it.
+        operand_gradient: The range of the gradients of its arguments, parameters included, which its backward computes;
+            None without a loss.
     """
 
     node: str
@@ -48,6 +51,7 @@ class Row:
     gradient: Range | None = None
     operands: tuple[Range, ...] = ()
     number: int | None = None
+    operand_gradient: Range | None = None
 
     @property
     def max_abs(self) -> float:
@@ -76,19 +80,23 @@ class Row:
 
     def merged(self, other: Row, share: float) -> Row:
         """Return the row of both runs; ``share`` is this run's share of the batches."""
-        gradients = [r for r in (self.gradient, other.gradient) if r is not None]
         wide = max(len(self.operands), len(other.operands))
         pairs = [(_at(self.operands, place), _at(other.operands, place)) for place in range(wide)]
         return dataclasses.replace(
             self, result=self.result.merged(other.result),
             sensitivity=share * self.sensitivity + (1 - share) * other.sensitivity,
-            gradient=gradients[0].merged(gradients[1]) if len(gradients) == 2 else next(iter(gradients), None),
+            gradient=_both(self.gradient, other.gradient),
             operands=tuple(a.merged(b) for a, b in pairs),
+            operand_gradient=_both(self.operand_gradient, other.operand_gradient),
         )  # fmt: skip
 
     def __str__(self) -> str:
         where = f" in {self.module}" if self.module else ""
         return f"{self.node} ({self.op}{where}): up to {self.max_abs:.3g}, sensitivity {self.sensitivity:.3g}"
+
+
+def _both(one: Range | None, other: Range | None) -> Range | None:
+    return one.merged(other) if one is not None and other is not None else one or other
 
 
 def _at(ranges: tuple[Range, ...], place: int) -> Range:
@@ -230,11 +238,11 @@ def _range(data: Any) -> Range:
 
 
 def _row(data: Any) -> Row:
-    gradient = data["gradient"]
     texts = [_typed(data, key, str) for key in ("node", "op", "module", "source")]
     return Row(
         *texts, result=_range(data["result"]), sensitivity=_number(data, "sensitivity"),
-        gradient=None if gradient is None else _range(gradient),
+        gradient=None if data["gradient"] is None else _range(data["gradient"]),
         operands=tuple(_range(r) for r in _typed(data, "operands", list)),
         number=None if data["number"] is None else _count(data, "number"),
+        operand_gradient=None if data["operand_gradient"] is None else _range(data["operand_gradient"]),
     )  # fmt: skip

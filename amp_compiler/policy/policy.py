@@ -31,6 +31,7 @@ from ..common.errors import ArgumentError, PolicyError
 from ..common.files import write_text
 from ..common.torch_names import schemas_of
 from . import calls, toml
+from .calibrated import Measurements, Standing, rules_for
 from .calls import CallRule
 from .dtypes import check_low_dtype, default_dtype, dtype_name, precision_dtype
 from .levels import DEFAULT_LEVEL, LEVELS, Level, check_level
@@ -126,6 +127,27 @@ class Policy:
         """Return a policy that reproduces ``torch.autocast(device_type, dtype)``, list for list and rule for rule."""
         low = default_dtype(device_type) if dtype is None else check_low_dtype(dtype)
         return cls("auto", low, autocast_device=device_type)
+
+    @classmethod
+    def calibrated(
+        cls, calibration: Measurements, level: str = DEFAULT_LEVEL, dtype: DType | str | None = None,
+        margin: float = 2.0,
+    ) -> Policy:  # fmt: skip
+        """Return a policy that fits what ``calibrate`` measured: a rule, with its reason in figures, for each op whose
+        values do not fit the low-precision dtype, and for each op of the black list that is harmless in it.
+
+        Args:
+            calibration: What ``calibrate`` returned, or ``Calibration.load`` read.
+            level: The level for everything else.
+            dtype: The low-precision dtype, by default the one that was calibrated for.
+            margin: How much larger, or smaller, values of other data may be than those that were measured.
+        """
+        policy = cls(level, check_low_dtype(getattr(calibration, "dtype", None) if dtype is None else dtype))
+        return policy.with_calls(rules_for(calibration, policy.low, margin, policy._standing))
+
+    def _standing(self, op: str) -> Standing:
+        choice = self.classify(op)
+        return Standing(choice.cls, self.level_row.treatment(choice.cls), choice.row)
 
     def with_ops(
         self, low: Iterable[OpLike] = (), fp32: Iterable[OpLike] = (), follow: Iterable[OpLike] = ()

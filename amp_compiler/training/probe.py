@@ -7,7 +7,7 @@ values and gradients are kept in memory meanwhile, so this is for diagnosing one
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -56,6 +56,8 @@ class Probe:
     gradients: int = 0
     #: hooks on the watched tensors: if not removed, each would keep its tensor and the batch's whole graph alive
     hooks: list[RemovableHandle] = field(default_factory=list)
+    #: runs the graphs instead, for another question (``underflow.py``)
+    instead: Callable[[fx.GraphModule, Sequence[Any]], Any] | None = None
 
     def begin(self) -> None:
         self.looking, self.seen, self.made, self.read_on, self.gradients = True, {}, {}, {}, 0
@@ -65,11 +67,11 @@ class Probe:
         done = Probe(False, self.seen, self.made, self.read_on, self.gradients)
         while self.hooks:
             self.hooks.pop().remove()
-        self.looking, self.seen, self.made, self.read_on = False, {}, {}, {}
+        self.looking, self.seen, self.made, self.read_on, self.instead = False, {}, {}, {}, None
         return done
 
     def run(self, graph: fx.GraphModule, args: Sequence[Any]) -> Any:
-        return Watching(graph, self).run(*args)
+        return Watching(graph, self).run(*args) if self.instead is None else self.instead(graph, args)
 
     def watch(self, node: fx.Node, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = [t for t in pytree.tree_leaves(result) if is_float(t)]
