@@ -22,15 +22,15 @@ class Block(nn.Module):
         super().__init__()
         self.fc, self.fault = nn.Linear(width, width), fault
         self.large = nn.Parameter(torch.full((width,), {"cancellation": 3e4}.get(fault, 1e6)), requires_grad=False)
-        self.small = nn.Parameter(1 / self.large, requires_grad=False)
+        self.other = nn.Parameter(2 * self.large if fault == "quotient" else 1 / self.large, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.fc(x))
         x = x * 0.97
         if self.fault == "quotient":
-            y = torch.addcdiv(y, self.large, self.large)
+            y = torch.addcdiv(y, self.other, self.large)
         elif self.fault == "activations":
-            y = (y * self.large) * self.small
+            y = (y * self.large) * self.other
         elif self.fault == "cancellation":
             y = (y + self.large) - self.large
         return x + y

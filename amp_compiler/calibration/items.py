@@ -92,8 +92,8 @@ def find_work(graphs: Sequence[fx.GraphModule], objective: str) -> Work:
                 if not free or known.precision not in ir.LOW_DTYPES:
                     continue
                 module, op, number = ir.module_path(node), ir.op_name(node), node.meta[ir.CALL]
-                item = Item(module, op, number, node.name, ir.source_line(node), cost,
-                            _BY_CLASS[known.cls or OpClass.KEEP])  # fmt: skip
+                danger = _BY_CLASS[known.cls or OpClass.KEEP]
+                item = Item(module, op, number, node.name, ir.source_line(node), cost, danger)
                 old = found.setdefault((module, op, number), item)
                 if old is not item:
                     found[module, op, number] = dataclasses.replace(old, cost=old.cost + cost)
@@ -114,31 +114,27 @@ def with_calibration(work: Work, calibration: Calibration, dtype: torch.dtype) -
     Ops with a value or an operand that does not fit are suspects and the most dangerous ones; the others are ordered by
     sensitivity per gain.
     """
-    rows: Mapping[tuple[str, str, str], Row] = {row.key: row for row in calibration.rows}
-    places = {(row.module, row.op): row for row in calibration.rows}
-    found = [rows.get((i.module, i.op, i.source)) or places.get((i.module, i.op)) for i in work.items]
-    known = sum(row is not None for row in found)
+    rows = {call_name(row.module, row.op, row.number): row for row in calibration.rows}
+    known = sum(item.name in rows for item in work.items)
     if work.items and known < len(work.items) / 2:
         raise CalibrationError(
             f"The calibration has rows for {known} of the {len(work.items)} ops of this model: it was made for another "
             "one. Call calibrate with this model."
         )
-    count = len(work.items)
-    items = []
-    for item, row in zip(work.items, found, strict=True):
-        if row is None:
-            items.append(item)
-            continue
-        largest = max([row.max_abs, *(r.max_abs for r in row.operands)])
-        suspect = largest > torch.finfo(dtype).max
-        gain = 1 / count + (item.cost / work.total if work.total else 0.0)
-        told = f"reaches {row.max_abs:.3g}"
-        if suspect:
-            what = "reaches" if row.max_abs == largest else "reads values up to"
-            told = f"{what} {largest:.3g}; {dtype_name(dtype)} holds {torch.finfo(dtype).max:.6g}"
-        danger = largest * 1e30 if suspect else row.sensitivity / gain
-        items.append(dataclasses.replace(item, danger=danger, suspect=suspect, range=told))
-    return dataclasses.replace(work, items=tuple(items))
+    found = [_measured(item, rows, work, dtype) if item.name in rows else item for item in work.items]
+    return dataclasses.replace(work, items=tuple(found))
+
+
+def _measured(item: Item, rows: Mapping[str, Row], work: Work, dtype: torch.dtype) -> Item:
+    """Return the item with the danger that its row tells."""
+    row, limit = rows[item.name], torch.finfo(dtype).max
+    largest = max([row.max_abs, *(r.max_abs for r in row.operands)])
+    if largest > limit:
+        what = "reaches" if row.max_abs == largest else "reads values up to"
+        told = f"{what} {largest:.3g}; {dtype_name(dtype)} holds {limit:.6g}"
+        return dataclasses.replace(item, danger=largest, suspect=True, range=told)
+    gain = 1 / len(work.items) + (item.cost / work.total if work.total else 0.0)
+    return dataclasses.replace(item, danger=row.sensitivity / gain, range=f"reaches {row.max_abs:.3g}")
 
 
 def order(work: Work) -> list[int]:

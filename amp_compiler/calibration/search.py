@@ -180,7 +180,7 @@ def _work(trials: _Trials, objective: str) -> Work:
     known = trials.journal.items
     if known is not None:
         try:
-            items = tuple(Item(**{**fields}) for fields in known[1:])
+            items = tuple(Item(**fields) for fields in known[1:])
             return Work(items, float(known[0]["total"]))
         except (TypeError, KeyError, ValueError, IndexError):
             raise SearchError(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
+from zipfile import BadZipFile
 
 import typer
 
@@ -61,7 +62,7 @@ def _from_npz(path: Path) -> Batch:
     try:
         with np.load(_checked(path), allow_pickle=False) as file:
             arrays = {name: torch.from_numpy(file[name]) for name in file.files}
-    except (OSError, ValueError, TypeError, EOFError) as error:
+    except (OSError, ValueError, TypeError, EOFError, BadZipFile) as error:
         raise ArgumentError(f"--data {path} is not an .npz file of plain arrays: {error}.") from error
     targets = arrays.pop("targets", None)
     by_place = {name: value for name, value in arrays.items() if re.fullmatch(r"arr_\d+", name)}
