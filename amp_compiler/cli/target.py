@@ -41,7 +41,7 @@ class Loaded:
     converted: ConvertedModel | None = None
 
 
-def load(target: str, inputs: Sequence[str] = ()) -> Loaded:
+def load(target: str, inputs: Sequence[str] = (), *, needs_inputs: bool = True) -> Loaded:
     """Load the model that a TARGET names, with the inputs from --input or those that it returns itself."""
     if target.endswith(".pt2") or (":" not in target and os.path.isfile(target)):
         if inputs:
@@ -53,17 +53,11 @@ def load(target: str, inputs: Sequence[str] = ()) -> Loaded:
         raise ArgumentError(
             f"TARGET {target!r} does not name a model: write package.module:attr, file.py:attr or a .pt2 file."
         )
-    module = _import(where)
-    named: Any = module
-    for part in name.split("."):
-        if not hasattr(named, part):
-            raise ArgumentError(f"{where} has no attribute {part!r}.{_models(module)}")
-        named = getattr(named, part)
-    loaded = _model(named, target)
+    loaded = _model(load_attribute(target), target)
     if inputs:
         args, kwargs, shapes = parse_inputs(inputs)
         return Loaded(loaded.model, args, kwargs, shapes)
-    if not loaded.args and not loaded.kwargs and _takes_inputs(loaded.model):
+    if not loaded.args and not loaded.kwargs and needs_inputs and _takes_inputs(loaded.model):
         dummy = getattr(loaded.model, "dummy_inputs", None)  # the models of transformers have it
         if isinstance(dummy, dict) and dummy:
             return Loaded(loaded.model, (), dict(dummy))
@@ -73,6 +67,20 @@ def load(target: str, inputs: Sequence[str] = ()) -> Loaded:
 
 
 # ------------------------------------------------------------------------------------------- importing
+
+
+def load_attribute(text: str) -> Any:
+    """Return what ``package.module:attr`` or ``file.py:attr`` names."""
+    where, _, name = text.rpartition(":")
+    if not where or not name:
+        raise ArgumentError(f"{text!r} names nothing: write package.module:attr or file.py:attr.")
+    module = _import(where)
+    named: Any = module
+    for part in name.split("."):
+        if not hasattr(named, part):
+            raise ArgumentError(f"{where} has no attribute {part!r}.{_models(module)}")
+        named = getattr(named, part)
+    return named
 
 
 def _import(where: str) -> ModuleType:
