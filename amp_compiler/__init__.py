@@ -18,6 +18,7 @@ from .common.version import __version__ as __version__
 if TYPE_CHECKING:
     from .calibration.calibrate import calibrate as calibrate
     from .calibration.calibration import Calibration as Calibration
+    from .calibration.result import Search as Search
     from .common.errors import AmpError as AmpError
     from .common.errors import AmpWarning as AmpWarning
     from .common.errors import ArchiveError as ArchiveError
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from .common.errors import PipelineError as PipelineError
     from .common.errors import PolicyError as PolicyError
     from .common.errors import ScalerError as ScalerError
+    from .common.errors import SearchError as SearchError
     from .common.errors import UnknownOpError as UnknownOpError
     from .common.errors import VerifyError as VerifyError
     from .compile import amp_compile as amp_compile
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from .policy import Policy as Policy
     from .policy.scopes import precision as precision
     from .policy.scopes import set_precision as set_precision
+    from .search import search_policy as search_policy
     from .training.compile import compile_train_step as compile_train_step
     from .training.finite import all_finite as all_finite
     from .training.results import StepResult as StepResult
@@ -77,6 +80,8 @@ _PUBLIC = {
     "PolicyError": "common.errors",
     "Report": "inspect.report",
     "ScalerError": "common.errors",
+    "Search": "calibration.result",
+    "SearchError": "common.errors",
     "StaticLossScaler": "training.scalers",
     "StepResult": "training.results",
     "TrainStep": "training.step",
@@ -90,6 +95,7 @@ _PUBLIC = {
     "count_casts": "inspect.profile",
     "load_converted": "conversion.loading",
     "precision": "policy.scopes",
+    "search_policy": "search",
     "set_precision": "policy.scopes",
 }
 __all__ = [*_PUBLIC, "__version__"]

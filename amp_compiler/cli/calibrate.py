@@ -13,25 +13,16 @@ import typer
 from ..common.errors import ArgumentError
 from ..common.files import check_target
 from . import common as c
+from .data import Data
 
 NAME = "calibrate"
 HELP = "Run a model in fp32 on data; measure the range of every value and how much rounding it matters."
 EXAMPLES = (
-    "amp-compiler calibrate model.py:make --data train.npz --loss model.py:loss -o ranges.json",
-    "amp-compiler calibrate model.py:make --data batches.pt --dtype bfloat16 --eval -o ranges.json",
-    "amp-compiler calibrate model.py:make --data model.py:batches --most 16 --policy policy.toml",
+    "amp-compiler calibrate model.py:make --data model.py:batches -o ranges.json",
+    "amp-compiler calibrate model.py:make --dtype bfloat16 --eval --policy policy.toml",
 )
 EPILOG = c.examples(EXAMPLES)
 
-Data = Annotated[
-    list[str],
-    typer.Option(
-        "--data", metavar="SOURCE", show_default=False,
-        help="Batches: an .npz file (arrays arr_0, arr_1 … or named as the model's arguments, and targets), a .pt file "
-        "(a list of (inputs, targets)), or file.py:function, which gives batches. May be repeated. Without it, the "
-        "example inputs are the only batch.",
-    ),
-]  # fmt: skip
 BatchSize = Annotated[
     int | None, typer.Option("--batch-size", min=1, help="Split the batches of files.", show_default=False)
 ]
@@ -39,7 +30,7 @@ BatchSize = Annotated[
 
 def run(
     target: c.Target,
-    data: Data = [],  # noqa: B006
+    data: Data = "",
     inputs: c.Inputs = [],  # noqa: B006
     loss: Annotated[
         str | None,
@@ -79,7 +70,9 @@ def run(
         loaded = load(target, inputs, needs_inputs=not data)
         if loaded.model is None:
             raise ArgumentError(f"{target} is a saved program: pass the fp32 model that it was made from.")
-        batches: Iterable[Any] = load_batches(data, batch_size) if data else [(loaded.kwargs or loaded.args, None)]
+        batches: Iterable[Any] = load_batches(data) if data else [(loaded.kwargs or loaded.args, None)]
+        if batch_size is not None:
+            batches = (part for batch in batches for part in _parts(batch, batch_size))
         loss_fn = None if loss is None else load_attribute(loss)
         model = stack.enter_context(c.eval_mode(loaded.model)) if evaluate else loaded.model
         with c.hushed():
@@ -99,3 +92,18 @@ def _counted(batches: Iterable[Any], tell: Callable[[str], None]) -> Iterator[An
     for number, batch in enumerate(batches, 1):
         tell(f"batch {number}")
         yield batch
+
+
+def _parts(batch: Any, size: int) -> Iterator[Any]:
+    """Yield a batch in parts of ``size`` samples, split along the first dimension of every tensor."""
+    import torch
+
+    from ..common.torch_names import pytree
+
+    leaves, spec = pytree.tree_flatten(batch)
+    lengths = {len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()}
+    if len(lengths) != 1:
+        raise ArgumentError(f"--batch-size: the tensors of a batch have {sorted(lengths)} samples; they must agree.")
+    for start in range(0, lengths.pop(), size):
+        part = [x[start : start + size] if isinstance(x, torch.Tensor) and x.dim() else x for x in leaves]
+        yield pytree.tree_unflatten(part, spec)

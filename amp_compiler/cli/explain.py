@@ -18,7 +18,6 @@ EXAMPLES = (
     "amp-compiler explain model.py:make --op softmax",
     "amp-compiler explain model.py:make --node linear --level O1",
     "amp-compiler explain model.py:make --module 'blocks.0.*' --graph inference",
-    "amp-compiler explain model.py:make --op linear --calibration ranges.json",
 )
 EPILOG = c.examples(EXAMPLES)
 

@@ -42,22 +42,19 @@ class Loaded:
 
 
 def load(target: str, inputs: Sequence[str] = (), *, needs_inputs: bool = True) -> Loaded:
-    """Load the model that a TARGET names, with the inputs from --input or those that it returns itself."""
+    """Load the model that a TARGET names, with the inputs from --input or those that it returns itself. They must be
+    there if ``needs_inputs``."""
     if target.endswith(".pt2") or (":" not in target and os.path.isfile(target)):
         if inputs:
             raise ArgumentError("A saved program contains its example inputs: omit --input.")
         found = load_any(target)
         return Loaded(converted=found) if isinstance(found, ConvertedModel) else Loaded(program=found)
-    where, _, name = target.rpartition(":")
-    if not where or not name:
-        raise ArgumentError(
-            f"TARGET {target!r} does not name a model: write package.module:attr, file.py:attr or a .pt2 file."
-        )
-    loaded = _model(load_attribute(target), target)
+    named = load_attribute(target, "TARGET", "package.module:attr, file.py:attr or a .pt2 file")
+    loaded = _model(named, target)
     if inputs:
         args, kwargs, shapes = parse_inputs(inputs)
         return Loaded(loaded.model, args, kwargs, shapes)
-    if not loaded.args and not loaded.kwargs and needs_inputs and _takes_inputs(loaded.model):
+    if needs_inputs and not loaded.args and not loaded.kwargs and _takes_inputs(loaded.model):
         dummy = getattr(loaded.model, "dummy_inputs", None)  # the models of transformers have it
         if isinstance(dummy, dict) and dummy:
             return Loaded(loaded.model, (), dict(dummy))
@@ -69,11 +66,12 @@ def load(target: str, inputs: Sequence[str] = (), *, needs_inputs: bool = True) 
 # ------------------------------------------------------------------------------------------- importing
 
 
-def load_attribute(text: str) -> Any:
-    """Return what ``package.module:attr`` or ``file.py:attr`` names."""
+def load_attribute(text: str, what: str = "", forms: str = "package.module:attr or file.py:attr") -> Any:
+    """Return what ``file.py:attr`` or ``package.module:attr`` names. ``what``: what an error calls it."""
     where, _, name = text.rpartition(":")
     if not where or not name:
-        raise ArgumentError(f"{text!r} names nothing: write package.module:attr or file.py:attr.")
+        thing = "a model" if what else "anything"
+        raise ArgumentError(f"{what or 'The name'} {text!r} does not name {thing}: write {forms}.")
     module = _import(where)
     named: Any = module
     for part in name.split("."):

@@ -215,6 +215,20 @@ class DrawingError(AmpError, RuntimeError):
     """
 
 
+class SearchError(AmpError, RuntimeError):
+    """A search for a policy cannot go on: its ``evaluate`` does not work, or its journal cannot be read or written.
+
+    Examples:
+        >>> import torch
+        >>> from amp_compiler import SearchError, search_policy
+        >>> try:
+        ...     search_policy(torch.nn.Linear(2, 2), lambda model: "good", tolerance=0.1)
+        ... except SearchError as error:
+        ...     print(error)
+        evaluate must return the metric as a number, but returned str on the fp32 model.
+    """
+
+
 class AmpWarning(UserWarning):
     """Something works, but not as the user may expect. A ``UserWarning``, so ``warnings.filterwarnings`` can select it.
 

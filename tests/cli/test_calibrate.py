@@ -102,13 +102,13 @@ class _Evil:
 
 
 BAD: dict[str, tuple[list[str], str]] = {
-    "no file": (["--data", "none.pt"], "there is no such file"),
-    "no form": (["--data", "numbers"], "write inputs.npz, batches.pt or file.py:function"),
+    "no file": (["--data", "none.pt"], "there is no file none.pt"),
+    "no form": (["--data", "numbers"], "give a .npz file"),
     "damaged": (["--data", "damaged.pt"], "cannot be read"),
-    "damaged arrays": (["--data", "damaged.npz"], "cannot be read as arrays"),
-    "code": (["--data", "code.pt"], "nothing else is loaded"),
-    "no batches": (["--data", "large.py:large"], "not an iterable of (inputs, targets)"),
-    "an empty list": (["--data", "empty.pt"], "source of batches is empty"),
+    "damaged arrays": (["--data", "damaged.npz"], "is not an .npz file of plain arrays"),
+    "code": (["--data", "code.pt"], "cannot be read as tensors (weights_only)"),
+    "no batches": (["--data", "large.py:large"], "which is not a list of batches"),
+    "an empty list": (["--data", "empty.pt"], "gives no batch"),
     "a folder": (["--data", "large.py:batches", "-o", "none/ranges.json"], "there is no folder"),
 }
 
