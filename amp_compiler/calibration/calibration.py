@@ -127,7 +127,7 @@ class Calibration:
         """Return the calibration over the batches of both, as of two processes that ran different ones."""
         if (self.dtype, self.model, self.has_gradients) != (other.dtype, other.model, other.has_gradients):
             raise CalibrationError(
-                f"These calibrations do not belong together: {self._title()}; {other._title()}. Merge those of one "
+                f"These calibrations do not belong together: {self.title()}; {other.title()}. Merge those of one "
                 "model, made with the same dtype and loss."
             )
         if self.scale != other.scale:
@@ -143,9 +143,16 @@ class Calibration:
             rows[row.key] = row if known is None else known.merged(row, share)
         return dataclasses.replace(self, rows=tuple(rows.values()), batches=batches)
 
-    def _title(self) -> str:
+    def __str__(self) -> str:
+        from .text import table
+
+        return table(self)
+
+    def title(self) -> str:
+        """Return in one line what was calibrated."""
         loss = f"with a loss, scale {self.scale:g}" if self.has_gradients else "without a loss"
-        return f"{self.model or 'a function'}, {dtype_name(self.dtype)}, {self.batches} batches, {loss}"
+        batches = f"{self.batches} batch" + ("es" if self.batches != 1 else "")
+        return f"{self.model or 'a function'}, {dtype_name(self.dtype)}, {batches}, {loss}"
 
     # ------------------------------------------------------------------------------------------------ files
 

@@ -64,6 +64,7 @@ def _from_npz(path: Path) -> Batch:
             arrays = {name: torch.from_numpy(file[name]) for name in file.files}
     except (OSError, ValueError, TypeError, EOFError, BadZipFile) as error:
         raise ArgumentError(f"--data {path} is not an .npz file of plain arrays: {error}.") from error
+    arrays = {name: a.float() if a.dtype is torch.float64 else a for name, a in arrays.items()}  # numpy's default
     targets = arrays.pop("targets", None)
     by_place = {name: value for name, value in arrays.items() if re.fullmatch(r"arr_\d+", name)}
     if not arrays or (by_place and len(by_place) != len(arrays)):
@@ -82,7 +83,8 @@ def _from_pt(path: Path) -> Iterable[Any]:
     except ArgumentError:
         raise
     except Exception as error:  # a damaged file raises anything
-        raise ArgumentError(f"--data {path} cannot be read as tensors (weights_only): {str(error).splitlines()[0]}") from error
+        line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ArgumentError(f"--data {path} cannot be read as tensors (weights_only): {line}") from error
     return found if isinstance(found, list) else [found]
 
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 from typer.testing import Result
 
-from amp_compiler.cli import convert, doctor, dump, explain, passes, search
+from amp_compiler.cli import calibrate, convert, doctor, dump, explain, passes, search
 
-COMMANDS = (dump, explain, convert, search, passes, doctor)
+COMMANDS = (dump, explain, calibrate, convert, search, passes, doctor)
 EXAMPLES = [example for command in COMMANDS for example in command.EXAMPLES]
 ROOT = Path(__file__).parents[2]
 
