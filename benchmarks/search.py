@@ -1,11 +1,12 @@
 """Searching for the ops that fp16 breaks: how many evaluations it takes, and how many ops end up in fp32.
 
 The networks have 200 ops, of which one to five are planted faults: activations of 1e6, a cancellation, weights that
-nearly cancel (`tests/planted.py`). Ours is `search_policy`, with a calibration and without one. The
-peer is `auto_convert_mixed_precision` of onnxconverter-common (`pip install onnxconverter-common`): its own code chooses what
-to try, and each of its trials is the same network with the same ops low, run by `amp_compile` and judged by the same error.
-(Its own trials, by ONNX Runtime, were not comparable on a CPU: activations of 1e6 passed there, and a network with weights of
-1e6 failed with every node kept in fp32.) Every evaluation is counted, also those of the fp32 model and of the last check.
+nearly cancel (`tests/planted.py`). Ours is `search_policy`, with a calibration and without one. The peer is
+`auto_convert_mixed_precision` of onnxconverter-common (`pip install onnxconverter-common`): its own code chooses what
+to try, and each of its trials is the same network with the same ops low, run by `amp_compile` and judged by the same
+error. (Its own trials, by ONNX Runtime, were not comparable on a CPU: activations of 1e6 passed there, and a network
+with weights of 1e6 failed with every node kept in fp32.) Every evaluation is counted, also those of the fp32 model and
+of the last check.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def ours(ops: int, faults: int, *, calibrated: bool) -> dict[str, int]:
 
 
 def peer(ops: int, faults: int) -> dict[str, int]:
-    """Run the peer's search with its own code. Its nodes are our ops, and what it would do with ONNX Runtime, converting
-    all nodes but those on a list and running the result, is done by `amp_compile`."""
+    """Run the peer's search with its own code. Its nodes are our ops, and what it would do with ONNX Runtime,
+    converting all nodes but those on a list and running the result, is done by `amp_compile`."""
     import numpy as np
     import onnx
     from onnxconverter_common import auto_mixed_precision as package

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from amp_compiler import (
-    AmpWarning, ArgumentError, Calibration, CallRule, Policy, PolicyError, amp_compile, calibrate,
+    AmpWarning,
+    ArgumentError,
+    Calibration,
+    CallRule,
+    Policy,
+    PolicyError,
+    amp_compile,
+    calibrate,
 )  # fmt: skip
 from amp_compiler.calibration.calibration import Row
 from amp_compiler.runtime.record import Range
