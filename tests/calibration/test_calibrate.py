@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from networks import NETWORKS
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from amp_compiler import AmpWarning, Calibration, CalibrationError, calibrate
-from amp_compiler.calibration.calibration import Row
+from amp_compiler.calibration.row import Row
 from amp_compiler.common.torch_names import pytree
+from networks import NETWORKS
 
 #: layers of which one op gives the output, by the name of that op
 OPS = {nn.Linear: "linear", nn.Conv2d: "conv2d", nn.BatchNorm2d: "batch_norm", nn.LayerNorm: "layer_norm",

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from networks import NETWORKS
 from torch import Tensor, fx, nn
 
 from amp_compiler import amp_compile, calibrate
 from amp_compiler.common.torch_names import pytree
+from networks import NETWORKS
 
 BATCHES = 16
 

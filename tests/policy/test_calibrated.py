@@ -14,9 +14,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from amp_compiler import (
-    AmpWarning, ArgumentError, Calibration, CallRule, Policy, PolicyError, amp_compile, calibrate,
+    AmpWarning,
+    ArgumentError,
+    Calibration,
+    CallRule,
+    Policy,
+    PolicyError,
+    amp_compile,
+    calibrate,
 )  # fmt: skip
-from amp_compiler.calibration.calibration import Row
+from amp_compiler.calibration.row import Row
 from amp_compiler.runtime.record import Range
 
 LOW = 1e-9  # a sensitivity
