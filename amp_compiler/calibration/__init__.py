@@ -1,4 +1,5 @@
 """Measured ranges: what the values of a model are on a user's data, and how much low precision would change them.
 
-``calibrate.py`` runs the batches, ``calibration.py`` is the result and its file.
+``calibrate.py`` runs the batches and ``recorder.py`` watches them, ``row.py`` and ``calibration.py`` are the result and
+its file, ``scale.py`` finds the scale of the loss, ``text.py`` and ``measured.py`` put it into words.
 """

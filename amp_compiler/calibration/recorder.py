@@ -22,7 +22,7 @@ from ..policy.ops.row import OpClass
 from ..runtime.record import Range, Tally, flattened, merge, range_of, sample_step
 from ..training.overflow import users_line
 from ..training.probe import Watching, is_float
-from .calibration import Row
+from .row import Row
 
 #: higher-order ops whose bodies are run node by node, so that they have no row of their own
 _INLINED = ("tag_activation_checkpoint", "cond", "scan", "while_loop", "wrap", "invoke_subgraph")

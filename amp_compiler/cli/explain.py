@@ -68,7 +68,7 @@ def run(
     nodes = explain.chosen(view, node, op, module, runs)
     told = [explain.explain(n, view, found.report.level, runs) for n in nodes]
     if calibration is not None:
-        from ..calibration.text import measured_by_name
+        from ..calibration.measured import measured_by_name
 
         by_name = measured_by_name(measured, view, str(calibration))
         told = [replace(one, measured=by_name.get(one.node.origin or one.node.name, ())) for one in told]

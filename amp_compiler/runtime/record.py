@@ -203,7 +203,8 @@ def sample_step(elements: int) -> int:
 def flattened(tensor: Tensor, order: Sequence[int] | None = None) -> tuple[Tensor, list[int]]:
     """Return the elements in the order of memory, without a copy where that is possible, and the order of the
     dimensions by which another tensor of the shape is flattened in the same way."""
-    order = sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d)) if order is None else list(order)
+    strides: Sequence[int] = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda d: -strides[d]) if order is None else list(order)
     return tensor.permute(order).reshape(-1), order
 
 

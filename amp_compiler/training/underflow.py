@@ -1,4 +1,4 @@
-"""``explain_underflow``: which gradients low precision flushes to zero, from which op on, and the scale to save them."""
+"""``explain_underflow``: which gradients low precision flushes to zero, from which op on, and the scale that helps."""
 
 from __future__ import annotations
 

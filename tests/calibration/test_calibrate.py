@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from amp_compiler import AmpWarning, Calibration, CalibrationError, calibrate
-from amp_compiler.calibration.calibration import Row
+from amp_compiler.calibration.row import Row
 from amp_compiler.common.torch_names import pytree
 from networks import NETWORKS
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from amp_compiler import Calibration, CalibrationError
-from amp_compiler.calibration.calibration import Row
+from amp_compiler.calibration.row import Row
 from amp_compiler.runtime.record import Range
 
 COUNTS = st.integers(0, 2**40)
@@ -94,7 +94,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(CalibrationError, match="could not be written .*No space left on device"):
+    with pytest.raises(CalibrationError, match=r"could not be written .*No space left on device"):
         Calibration().save(path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]

@@ -43,6 +43,7 @@ def batches():
     return ((torch.full((2, 4), float(n)), torch.zeros(2, 1)) for n in range(1, 4))
 '''
 Run = Callable[..., Result]
+LARGE = ("large.py:large", "--data", "large.py:batches", "--loss", "large.py:loss")
 
 
 @pytest.fixture
@@ -52,8 +53,7 @@ def here(user_folder: Path) -> Path:
 
 
 def test_writes_ranges_and_a_policy(here: Path, run: Run) -> None:
-    done = run("calibrate", "large.py:large", "--data", "large.py:batches", "--loss", "large.py:loss", "-o", "ranges.json",
-               "--policy", "policy.toml")  # fmt: skip
+    done = run("calibrate", *LARGE, "-o", "ranges.json", "--policy", "policy.toml")
     assert done.exit_code == 0, done.output
     found = Calibration.load(here / "ranges.json")
     assert (found.batches, found.has_gradients, found.model) == (3, True, "Large")
@@ -63,7 +63,8 @@ def test_writes_ranges_and_a_policy(here: Path, run: Run) -> None:
     explained = run("explain", "large.py:large", "--input", "2x4", "--node", "linear", "--calibration", "ranges.json")
     assert "(batch 3), in 3 batches; in float16" in " ".join(explained.stdout.split())
     assert "overflow" in explained.stdout
-    as_json = run("explain", "large.py:large", "-i", "2x4", "--node", "linear", "--calibration", "ranges.json", "--json")
+    options = ("--node", "linear", "--calibration", "ranges.json", "--json")
+    as_json = run("explain", "large.py:large", "-i", "2x4", *options)
     assert len(json.loads(as_json.stdout)[0]["measured"]) == 4
 
 
@@ -127,7 +128,7 @@ def test_bad_data(here: Path, run: Run, name: str, capfd: pytest.CaptureFixture[
 
 
 def test_a_calibration_of_another_model(here: Path, run: Run) -> None:
-    run("calibrate", "large.py:large", "--data", "large.py:batches", "--loss", "large.py:loss", "-o", "ranges.json", "-q")
+    run("calibrate", *LARGE, "-o", "ranges.json", "-q")
     done = run("explain", "model.py:make", "--op", "softmax", "--calibration", "ranges.json")
     assert done.exit_code == 2
     assert "ranges.json is the calibration of another model (Large)" in done.stderr

@@ -23,7 +23,7 @@ from amp_compiler import (
     amp_compile,
     calibrate,
 )  # fmt: skip
-from amp_compiler.calibration.calibration import Row
+from amp_compiler.calibration.row import Row
 from amp_compiler.runtime.record import Range
 
 LOW = 1e-9  # a sensitivity

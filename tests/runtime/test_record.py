@@ -15,8 +15,8 @@ from amp_compiler.runtime.record import Range, Tally, merge, range_of
 
 LOW = st.sampled_from([torch.float16, torch.bfloat16])
 #: values at and around every limit of both dtypes, and any others
-LIMITS = [m * (1 + d) for m in (65504.0, 65520.0, 2.0**-24, 2.0**-25, 2.0**-14, 2.0**-126, 2.0**-133, 2.0**-134, 3.39e38)
-          for d in (0.0, 2.0**-23, -(2.0**-23), 2.0**-10)]  # fmt: skip
+EDGES = (65504.0, 65520.0, 2.0**-24, 2.0**-25, 2.0**-14, 2.0**-126, 2.0**-133, 2.0**-134, 3.39e38)
+LIMITS = [m * (1 + d) for m in EDGES for d in (0.0, 2.0**-23, -(2.0**-23), 2.0**-10)]
 VALUES = st.one_of(
     st.floats(width=32, allow_nan=False, allow_infinity=False),
     st.sampled_from(LIMITS).map(lambda v: float(np.float32(v))),
@@ -88,7 +88,7 @@ def test_any_layout(name: str) -> None:
 
 
 def test_sparse() -> None:
-    x = torch.sparse_coo_tensor([[0, 2, 2]], [1.0, 2.0, 3.0], (4,))
+    x = torch.sparse_coo_tensor([[0, 2, 2]], [1.0, 2.0, 3.0], (4,), check_invariants=True)
     assert range_of(x, torch.float16).max_abs == 5.0
 
 

@@ -1,4 +1,4 @@
-"""``step.explain_underflow()``: which gradients are flushed to zero, from which op on, and the scale that saves them."""
+"""``step.explain_underflow()``: which gradients are flushed to zero, from which op on, and the scale that helps."""
 
 from __future__ import annotations
 
