@@ -18,6 +18,7 @@ NAMES = sorted(set(amp_compiler.__all__) - {"__version__"})
 MADE_BY = {
     "AmpModule": "amp_compile",
     "ConvertedModel": "convert_model",
+    "Prediction": "predict",
     "Report": "report()",
     "TrainStep": "compile_train_step",
 }
