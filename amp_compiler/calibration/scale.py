@@ -32,6 +32,7 @@ def best_scale(calibration: Calibration, margin: float = 2.0) -> float:
     flushed = {p: _flushed(total, 2.0**p / calibration.scale, calibration.dtype) for p in _POWERS}
     powers = [p for p in _POWERS if fitting[p] == max(fitting.values())]
     powers = [p for p in powers if flushed[p] <= min(flushed[p] for p in powers) + _FEW]
+    powers = [p for p in powers if 2.0**p * margin <= limits.max] or powers  # the gradient of the loss itself
     return 2.0 ** powers[len(powers) // 2]
 
 

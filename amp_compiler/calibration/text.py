@@ -11,7 +11,7 @@ _SHOWN = 30  # rows of a table
 
 def table(title: str, rows: Sequence[Row]) -> str:
     """Return the ops as a table, those that do not fit first, then by sensitivity."""
-    rows = sorted(rows, key=lambda r: (-r.overflow, -r.underflow, -r.sensitivity))
+    rows = sorted(rows, key=lambda r: (-r.result.overflow, -r.overflow, -r.underflow, -r.sensitivity))
     names = ("up to", "down to", "overflow", "flushed")
     lines = [title, f"{'op':<36} {' '.join(f'{name:>9}' for name in names)} {'sensitivity':>12}"]
     for row in rows[:_SHOWN]:
