@@ -21,6 +21,7 @@ MADE_BY = {
     "ConvertedModel": "convert_model",
     "Prediction": "predict",
     "Report": "report()",
+    "Search": "search_policy",
     "TrainStep": "compile_train_step",
 }
 

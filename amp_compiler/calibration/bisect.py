@@ -149,6 +149,6 @@ class _Search(Generic[T]):
             if len(groups[0]) == 1:
                 self.blamed.add(groups[0][0])
             return list(groups)
-        size = len(groups) // 2 if len(groups) > _ONE_BY_ONE else 1
+        size = (len(groups) + 1) // 2 if len(groups) > _ONE_BY_ONE else 1
         parts = [groups[start : start + size] for start in range(0, len(groups), size)]
         return [group for part in parts for group in self.grow(part)]

@@ -96,6 +96,14 @@ class Search:
         level: The level that was searched.
         dtype: The low-precision dtype.
         reasons: Pairs of an op's name and why it stays in fp32.
+
+    Examples:
+        >>> import torch
+        >>> from amp_compiler import search_policy
+        >>> model, x = torch.nn.Linear(8, 8).eval(), torch.ones(2, 8)
+        >>> search = search_policy(model, lambda net: -(net(x) - model(x)).abs().max(), tolerance=0.01)
+        >>> search.policy.calls, search.share, search.evaluations
+        ((), 1.0, 4)
     """
 
     policy: Policy

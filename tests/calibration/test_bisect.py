@@ -66,8 +66,8 @@ def test_without_an_order_it_is_exact_and_the_count_is_bounded(faults, guess):
     found = find_largest(range(COUNT), asked, suspects=guess)
     check(found, asked, range(COUNT))
     assert set(found.blamed) == faults
-    # 2 log2(200) for the prefix, then at most 1 + 2 log2(200) for each of the other faults
-    assert len(asked.asked) <= 17 + 17 * (len(faults) - 1)
+    # 1 + 2 log2(200) for the prefix; for each other fault all that is left, two halves of each of six sizes, and four
+    assert len(asked.asked) <= 17 * len(faults)
 
 
 @settings(max_examples=200, deadline=None)
