@@ -145,7 +145,7 @@ def _number(value: Any, what: str) -> float:
     try:
         if value is None or isinstance(value, (str, bytes)):
             raise TypeError
-        return float(value)
+        return float(value.detach() if isinstance(value, torch.Tensor) else value)
     except (TypeError, ValueError, RuntimeError):
         raise SearchError(
             f"evaluate must return the metric as a number, but returned {type(value).__name__} on {what}."
