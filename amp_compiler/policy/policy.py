@@ -245,7 +245,7 @@ class Policy:
         return {(rule.module, rule.op, rule.number): rule for rule in self.calls}
 
     def call_rule(self, module: str, op: str, number: int | None) -> CallRule | None:
-        """Return the rule for call ``number`` of the op ``op`` in the code of the module ``module`` (a path), or None."""
+        """Return the rule for call ``number`` of ``op`` in the code of the module ``module`` (a path), or None."""
         if not self.calls:
             return None
         name = EQUIVALENT.get(op, op)
