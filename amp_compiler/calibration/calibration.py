@@ -55,7 +55,7 @@ class Calibration:
     has_gradients: bool = False
 
     def merged(self, other: Calibration) -> Calibration:
-        """Return the calibration over the batches of both, as of two processes that ran different ones."""
+        """Return the calibration over the batches of this and of ``other``, as of two processes."""
         if (self.dtype, self.model, self.has_gradients) != (other.dtype, other.model, other.has_gradients):
             raise CalibrationError(
                 f"These calibrations do not belong together: {self.title()}; {other.title()}. Merge those of one "
