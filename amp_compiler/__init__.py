@@ -43,10 +43,13 @@ if TYPE_CHECKING:
     from .inspect.report import Report as Report
     from .module import AmpModule as AmpModule
     from .parallel.spec import DataParallel as DataParallel
+    from .parallel.spec import Sharded as Sharded
     from .policy import CallRule as CallRule
     from .policy import Policy as Policy
     from .policy.scopes import precision as precision
     from .policy.scopes import set_precision as set_precision
+    from .prediction import predict as predict
+    from .prediction import Prediction as Prediction
     from .search import search_policy as search_policy
     from .training.compile import compile_train_step as compile_train_step
     from .training.finite import all_finite as all_finite
@@ -78,10 +81,12 @@ _PUBLIC = {
     "PipelineError": "common.errors",
     "Policy": "policy",
     "PolicyError": "common.errors",
+    "Prediction": "prediction",
     "Report": "inspect.report",
     "ScalerError": "common.errors",
     "Search": "calibration.result",
     "SearchError": "common.errors",
+    "Sharded": "parallel.spec",
     "StaticLossScaler": "training.scalers",
     "StepResult": "training.results",
     "TrainStep": "training.step",
@@ -95,6 +100,7 @@ _PUBLIC = {
     "count_casts": "inspect.profile",
     "load_converted": "conversion.loading",
     "precision": "policy.scopes",
+    "predict": "prediction",
     "search_policy": "search",
     "set_precision": "policy.scopes",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from typing import Any, overload
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from .common.errors import ArgumentError
+from .cost.device import Device
 from .module import AmpMethod, AmpModule
 from .policy import Policy
 from .policy.ops.names import OpLike
@@ -22,6 +24,7 @@ def amp_compile(
     white_list: Iterable[OpLike] = ..., black_list: Iterable[OpLike] = ...,
     exclude: Iterable[str | type[nn.Module]] = ..., backend: str = ..., keep_output_dtypes: bool = ...,
     dynamic: bool | None = ..., fullgraph: bool = ..., disable_passes: Iterable[str] = ...,
+    device: str | os.PathLike[str] | Device | None = ...,
 ) -> AmpModule: ...  # fmt: skip
 @overload
 def amp_compile(
@@ -29,6 +32,7 @@ def amp_compile(
     white_list: Iterable[OpLike] = ..., black_list: Iterable[OpLike] = ...,
     exclude: Iterable[str | type[nn.Module]] = ..., backend: str = ..., keep_output_dtypes: bool = ...,
     dynamic: bool | None = ..., fullgraph: bool = ..., disable_passes: Iterable[str] = ...,
+    device: str | os.PathLike[str] | Device | None = ...,
 ) -> Callable[[Callable[..., Any]], AmpModule]: ...  # fmt: skip
 def amp_compile(
     model: Callable[..., Any] | None = None,
@@ -44,6 +48,7 @@ def amp_compile(
     dynamic: bool | None = None,
     fullgraph: bool = False,
     disable_passes: Iterable[str] = (),
+    device: str | os.PathLike[str] | Device | None = None,
 ) -> Any:
     """Compile a module or a function to mixed precision.
 
@@ -70,6 +75,9 @@ def amp_compile(
         fullgraph: Raise a ``CaptureError`` if the model is not one graph.
         disable_passes: Names of passes to leave out, to find out which of them matters. ``amp-compiler passes`` lists
             them.
+        device: The name of a GPU (``"a100_80"``) or the path of a TOML file that describes one. Level ``"auto"`` then
+            gives each op that may run in either precision the one that makes ops and casts together take the least time
+            there; ``report()`` says what the other one would cost. Other levels take none.
 
     Returns:
         An ``AmpModule``, or a decorator that makes one if ``model`` was left out.
@@ -92,7 +100,7 @@ def amp_compile(
         if not any(value is choice for choice in allowed):
             raise ArgumentError(f"{name} must be one of {', '.join(map(str, allowed))}, not {value!r}.")
     # checked here, so that errors show at once even if the decorator below is never applied
-    asked = check_request(level, dtype, policy, white_list, black_list, exclude, backend, disable_passes)
+    asked = check_request(level, dtype, policy, white_list, black_list, exclude, backend, disable_passes, device)
 
     def compile_one(target: Callable[..., Any]) -> AmpModule | AmpMethod:
         if isinstance(target, (AmpModule, AmpMethod)):
@@ -101,8 +109,9 @@ def amp_compile(
             what = f"the class {target.__name__}" if isinstance(target, type) else f"{type(target).__name__} {target!r}"
             raise ArgumentError(f"amp_compile takes a torch.nn.Module or a function, not {what}.")
         options = Options(
-            asked.policy_for(target), backend, keep_output_dtypes, dynamic, fullgraph, asked.disable_passes
-        )
+            asked.policy_for(target), backend, keep_output_dtypes, dynamic, fullgraph, asked.disable_passes,
+            asked.device,
+        )  # fmt: skip
         made = AmpModule(target, options)
         of_a_module = isinstance(getattr(target, "__self__", None), nn.Module)
         return AmpMethod(made) if of_a_module else made

@@ -25,6 +25,8 @@ from .common.logs import log
 from .common.messages import first_line
 from .compile import amp_compile
 from .conversion.converted import ConvertedModel
+from .cost.device import Device
+from .cost.model import CostModel
 from .inspect.data import Row
 from .inspect.render.pieces import merge_pieces
 from .inspect.report import Report, build_report, cast_totals, casts_by_module, graph_rows
@@ -34,6 +36,7 @@ from .policy import Policy
 from .policy.scopes import marked_modules, modules_of
 from .rewrite.base import Context
 from .rewrite.records import Record, record
+from .runtime.arguments import check_device
 from .runtime.prepare import prepare_kernels
 
 GRAPHS = ("forward", "inference", "joint")
@@ -90,12 +93,14 @@ def inspect_model(
     capture: str = "auto",
     dynamic_shapes: Any = None,
     disable_passes: Sequence[str] = (),
+    device: str | Device | None = None,
     target: str = "",
     progress: Progress = lambda text: None,
 ) -> Inspection:
     """Capture a model, rewrite it according to the policy, and record the graph after each stage.
 
     ``graph``: "forward" stops before autodiff, "inference" continues without and "joint" with a backward.
+    ``device``: as for ``amp_compile``.
     """
     _check(graph, capture)
     notes: list[str] = []
@@ -120,8 +125,9 @@ def inspect_model(
             log("capture", "torch.export: %d warnings", len(caught))
             seconds = time.perf_counter() - start
             marked = marked_modules(modules_of(model))
-            return _of_export(captured, policy, graph, marked, disable_passes, name, notes, seconds, progress)
-    return _of_dynamo(model, args, kwargs, policy, graph, disable_passes, name, notes, progress)
+            costs = _costs(device, policy)
+            return _of_export(captured, policy, graph, marked, disable_passes, costs, name, notes, seconds, progress)
+    return _of_dynamo(model, args, kwargs, policy, graph, disable_passes, device, name, notes, progress)
 
 
 def inspect_program(
@@ -130,6 +136,7 @@ def inspect_program(
     policy: Policy,
     graph: str = "forward",
     disable_passes: Sequence[str] = (),
+    device: str | Device | None = None,
     target: str = "",
     progress: Progress = lambda text: None,
 ) -> Inspection:
@@ -137,7 +144,8 @@ def inspect_program(
     author's. The program's graph is rewritten: pass a copy of a program that is still needed."""
     _check(graph, "export")
     progress("reading the program")
-    return _of_export(capture_program(program), policy, graph, {}, disable_passes, target, [], 0.0, progress)
+    costs = _costs(device, policy)
+    return _of_export(capture_program(program), policy, graph, {}, disable_passes, costs, target, [], 0.0, progress)
 
 
 def inspect_converted(
@@ -173,6 +181,11 @@ def _with_row(node: NodeView, row: Row | None) -> NodeView:
                                causes=row.causes)  # fmt: skip
 
 
+def _costs(device: str | Device | None, policy: Policy) -> CostModel | None:
+    found = check_device(device, policy)
+    return CostModel(found) if found is not None else None
+
+
 def _check(graph: str, capture: str) -> None:
     if graph not in GRAPHS:
         raise ArgumentError(f"Unknown graph {graph!r}: choose one of {', '.join(GRAPHS)}.")
@@ -185,12 +198,14 @@ def _check(graph: str, capture: str) -> None:
 
 def _of_export(
     captured: Exported, policy: Policy, graph: str, marked: Mapping[str, torch.dtype], disable: Sequence[str],
-    name: str, notes: list[str], seconds: float, progress: Progress,
+    costs: CostModel | None, name: str, notes: list[str], seconds: float, progress: Progress,
 ) -> Inspection:  # fmt: skip
     if captured.twin_failed:
         notes.append(f"the code could not be traced in low precision: {captured.twin_failed}")
     gm = captured.graph
-    ctx = Context(policy, True, marked, captured.twin, deep=True)  # the graphs shown are the ones that would run
+    ctx = Context(  # deep: the graphs shown are the ones that would run
+        policy, True, marked, captured.twin, deep=True, costs=costs, differentiated=graph == "joint"
+    )
     stages = [record("capture", seconds, True, gm, "forward", [])]
     progress("forward passes")
     order.build(disable).forward.run(gm, ctx, stages, graph="forward")
@@ -237,10 +252,10 @@ def _differentiate(
 
 def _of_dynamo(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy, graph: str,
-    disable: Sequence[str], name: str, notes: list[str], progress: Progress,
+    disable: Sequence[str], device: str | Device | None, name: str, notes: list[str], progress: Progress,
 ) -> Inspection:  # fmt: skip
     progress("capturing with Dynamo")
-    fast = amp_compile(model, policy.level, policy=policy, backend="eager", disable_passes=disable)
+    fast = amp_compile(model, policy.level, policy=policy, backend="eager", disable_passes=disable, device=device)
     with torch.enable_grad() if graph == "joint" else torch.no_grad():
         fast(*args, **kwargs)
     report = fast.report()

@@ -125,6 +125,7 @@ class Subject:
     name: str
     layers: int
     hidden: int
+    device: str | None = None
     samples: dict[str, list[float]] = field(default_factory=dict)
     runs: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # a second time, nothing to compile
     passes: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -142,7 +143,8 @@ class Subject:
             return by_hand(torch.compile(model, backend=backend), model, self.data, cast=True)
 
         def amp(model: nn.Module) -> Update:
-            compiled = amp_compile(model, level="O2", dtype=DTYPE, backend="eager")
+            level = "O2" if self.device is None else "auto"
+            compiled = amp_compile(model, level=level, dtype=DTYPE, backend="eager", device=self.device)
             self.compiled: AmpModule = compiled
             return forward_backward(compiled, self.data)
 
@@ -440,6 +442,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--hidden", type=int, default=64)
     made.add_argument("--model", choices=["bert", "llama"], default="bert", help="llama's code reads dtypes")
     made.add_argument("--inductor", action="store_true", help="compile with Inductor too, its caches empty")
+    made.add_argument("--device", help="amp_compile at level auto with this device: neutral ops placed by its costs")
     made.add_argument("--resident", action=argparse.BooleanOptionalAction, default=True,
                       help="memory of the process: a fresh one for each size")  # fmt: skip
     made.add_argument("--resident-of", choices=COMPILED, help=argparse.SUPPRESS)
@@ -458,7 +461,7 @@ def main() -> int:
     run = Run("growth", f"Growth with the number of layers, {args.model}", args)
     for first in Subject(args.model, 0, 16).compilations(args.inductor).values():
         first()  # imports and torch's own caches
-    subjects = [Subject(args.model, layers, args.hidden) for layers in sizes]
+    subjects = [Subject(args.model, layers, args.hidden, args.device) for layers in sizes]
     with console.status("compiling"):
         for subject, samples in in_turns(subjects, lambda s: s.compilations(args.inductor), args.rounds):
             subject.samples = samples

@@ -106,6 +106,7 @@ PLANS = {
         Job("dump", "dump", "--graph forward inference joint"),
         Job("gpu", "gpu"),
         Job("frameworks", "frameworks"),
+        Job("predict", "predict"),
     )),
 }  # fmt: skip
 

@@ -5,8 +5,9 @@ No dropout, one seed: the same weights and batches in every variant and every ru
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,13 +165,19 @@ def _resnet(channels: int) -> nn.Module:
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 10))
 
 
-def _hf_bert(hidden: int, layers: int) -> nn.Module:
-    # transformers looks for a package "kernels" and would import benchmarks/kernels.py.
+@contextlib.contextmanager
+def without_scripts() -> Iterator[None]:
+    """To import transformers in: it looks for a package "kernels" and would import benchmarks/kernels.py."""
     path, sys.path = sys.path, [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).parent.resolve()]
     try:
-        from transformers import BertConfig, BertForSequenceClassification
+        yield
     finally:
         sys.path = path
+
+
+def _hf_bert(hidden: int, layers: int) -> nn.Module:
+    with without_scripts():
+        from transformers import BertConfig, BertForSequenceClassification
 
     return BertForSequenceClassification(BertConfig(
         hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=4, intermediate_size=4 * hidden,

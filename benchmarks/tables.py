@@ -219,7 +219,10 @@ def results(published: Published) -> str:
          both(found[place], "peak_bytes", _size) if place[1] == "training" else NONE]
         for place, words in HEADLINES.items() if place in found
     ]  # fmt: skip
-    heads = ["", "autocast / fp32, time", "O2 / fp32, time", "casts, autocast → O2", "peak memory, autocast → O2"]
+    heads = [
+        "", "time, autocast relative to fp32", "time, O2 relative to fp32", "casts, autocast → O2",
+        "peak memory, autocast → O2",
+    ]  # fmt: skip
     return table(heads, lines) if lines else ""
 
 

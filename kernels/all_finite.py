@@ -23,10 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_compiler.common.torch_names import foreach_norm, foreach_unscale_
+from amp_compiler.common.torch_names import foreach_norm, foreach_unscale_, is_dtensor
 
 from . import registry
 from .gpu import DTYPES, uses_triton
+from .sharded import agree_on_largest, local_parts
 
 LOW = (torch.float16, torch.bfloat16)
 
@@ -40,7 +41,12 @@ def all_finite(tensors: Tensor | Iterable[Tensor | None]) -> Tensor:
     >>> all_finite([torch.ones(2), torch.tensor([1.0, float("inf")])])
     tensor(False)
     """
-    result: Tensor = torch.ops.amp.all_finite.default(as_list(tensors))
+    listed = as_list(tensors)
+    if any(map(is_dtensor, listed)):
+        found = non_finite(local_parts(listed))
+        agree_on_largest(found, listed)
+        return found == 0
+    result: Tensor = torch.ops.amp.all_finite.default(listed)
     return result
 
 

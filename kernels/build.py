@@ -97,13 +97,13 @@ def _told(error: Exception, compiler: str, path: Path | None) -> tuple[str, str]
     install = "Install a compiler for C++20 (g++ 11 or newer: apt install g++), or set CXX=/path/to/one."
     if isinstance(error, subprocess.CalledProcessError):
         return f"could not be compiled by {compiler}: {first}", install
-    if isinstance(error, OSError) and error.filename and Path(str(error.filename)).is_relative_to(_cache()):
+    if isinstance(error, OSError) and error.filename and Path(str(error.filename)).is_relative_to(cache_folder()):
         return f"could not be compiled: {first}", f"Set {CACHE} to a writable folder."
     return f"could not be compiled by {compiler}: {first}", install
 
 
 def _library(compiler: str) -> Path:
-    folder = _cache()
+    folder = cache_folder()
     path = folder / f"cpu_kernels_{_key(compiler)}.so"
     if path.exists():
         return path
@@ -150,7 +150,7 @@ def _flags() -> tuple[str, ...]:
     return (f"-march={capability.chosen().march}", *_FLAGS)
 
 
-def _cache() -> Path:
+def cache_folder() -> Path:
     own = os.environ.get(CACHE)
     return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "amp_compiler"
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -28,11 +27,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import gpu
 from .cast_matmul_configs import STEP, TARGETS, Config, ceil_div, choose, target_of
 
 LOW = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 OPERANDS = (torch.float32, torch.float16, torch.bfloat16)
-AUTOTUNE = "AMP_CUDA_AUTOTUNE"  # set to 1: time all configurations of the target once per shape, on the GPU itself
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -246,7 +245,7 @@ def _aligned(matrices: Tensor) -> bool:
 
 
 def _launcher(target: str, config: Config, aligned: bool, on_gpu: bool) -> tuple[Any, dict[str, int]]:
-    if on_gpu and os.environ.get(AUTOTUNE) == "1":
+    if on_gpu and gpu.autotunes():
         return _autotuned(target, aligned), {}
     return matmul_kernel, {**config.meta(), **config.compiler()}
 

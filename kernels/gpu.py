@@ -11,6 +11,7 @@ import os
 import torch
 
 SETTING = "AMP_GPU_KERNELS"
+AUTOTUNE = "AMP_CUDA_AUTOTUNE"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # what the kernels read
 
 
@@ -20,6 +21,15 @@ def setting() -> str:
     if asked not in ("triton", "torch"):
         raise ValueError(f"{SETTING}={asked!r} is not one of: triton, torch.")
     return asked
+
+
+def autotunes() -> bool:
+    """True if ``AMP_CUDA_AUTOTUNE=1`` asks to time all configurations of the matrix product once per shape; unset,
+    empty and ``0`` are False."""
+    asked = os.environ.get(AUTOTUNE) or "0"
+    if asked not in ("0", "1"):
+        raise ValueError(f"{AUTOTUNE}={asked!r} is not one of: 0, 1.")
+    return asked == "1"
 
 
 def uses_triton(device: torch.device) -> bool:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from amp_compiler.common.torch_names import foreach_norm
+from amp_compiler.common.torch_names import foreach_norm, is_dtensor
 
 from . import registry
+from .sharded import total_norm_of_shards
 
 
 @torch.no_grad()
@@ -22,12 +23,17 @@ def total_norm(tensors: Sequence[Tensor], device: torch.device, *, as_torch: boo
     tensor(5.)
     """
     norms: list[Tensor] = []
+    if shards := [x for x in tensors if is_dtensor(x)]:
+        norms.append(total_norm_of_shards(shards).to(device, torch.float32))
+        tensors = [x for x in tensors if not is_dtensor(x)]
+        if not tensors:
+            return norms[0]
     if not as_torch and registry.loaded() and device.type == "cpu":
         norm, tensors = torch.ops.amp_cpu.norm(tensors)  # the remaining ones have another dtype, layout or device
         norms.append(torch.tensor(norm, dtype=torch.float32, device=device))
-        if not tensors:
+        if not tensors and len(norms) == 1:
             return norms[0]
     dense = [x if x.layout is torch.strided else x.coalesce().values() for x in tensors]
-    norms += [n.to(device, torch.float32) for n in foreach_norm(dense)]
+    norms += [n.to(device, torch.float32) for n in foreach_norm(dense)] if dense else []
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total

@@ -23,11 +23,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from amp_compiler.common.torch_names import foreach_unscale_
+from amp_compiler.common.torch_names import foreach_unscale_, is_dtensor
 
 from . import registry
 from .all_finite import LOW, numbers
 from .gpu import DTYPES, uses_triton
+from .sharded import agree_on_largest, local_parts
 
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 
@@ -69,6 +70,10 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found: Tensor) -> None:
     Each keeps its dtype: an fp16 gradient is multiplied in fp32 and rounded to fp16 again, where small values vanish.
     Lists of several dtypes, layouts and devices are fine, and there is no host sync.
     """
+    if any(map(is_dtensor, grads)):
+        unscale_(local_parts(grads), inv_scale, found)
+        agree_on_largest(found, grads)
+        return
     if registry.loaded() and inv_scale.device.type == found.device.type == "cpu":
         grads = torch.ops.amp_cpu.unscale_(grads, found, inv_scale)  # the rest have another dtype, layout or device
     groups: dict[torch.device, dict[torch.dtype, list[Tensor]]] = {}

@@ -7,7 +7,8 @@
    gradients where it would under torch.autocast (``fold_casts`` merges casts after autodiff)
 3. a parameter (a leaf that needs a gradient) is cast once, before its first use, unless it is written to
 4. a node kept "as traced" gets its arguments back in the dtypes that it was traced with
-5. outputs get the dtype that the fp32 model gave them, unless ``keep_output_dtypes`` is off
+5. an input that another graph of the call made low is cast back to that dtype, once, before all other nodes
+6. outputs get the dtype that the fp32 model gave them, unless ``keep_output_dtypes`` is off
 
 Afterwards ``node.meta["val"]`` is what each node really returns. Requires: assigned. Ensures: cast.
 """
@@ -37,7 +38,7 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
 def _insert(gm: fx.GraphModule, keep_outputs: bool) -> bool:
     graph = gm.graph
     gm.meta[ir.SETTLED] = True
-    modified = _arguments(graph)
+    modified = _low_inputs(graph) | _arguments(graph)
     modified |= _drop_empty_casts(graph)
     parameters: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
     written = ir.written_nodes(graph)
@@ -83,6 +84,29 @@ def _insert(gm: fx.GraphModule, keep_outputs: bool) -> bool:
     modified |= _drop_empty_casts(graph)
     if modified:
         gm.recompile()
+    return modified
+
+
+def _low_inputs(graph: fx.Graph) -> bool:
+    """Inputs that count as low have the dtype that the fp32 model gives them: cast them, which loses nothing, and
+    have all their readers read the result."""
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    first = next((n for n in graph.nodes if n.op != "placeholder"), None)
+    modified = False
+    for node in inputs:
+        value, known = ir.tensor_of(node), ir.decision(node)
+        if ir.LOW_INPUT not in node.meta or value is None or known is None or known.out == (value.dtype,):
+            continue
+        (low,) = known.out
+        assert first is not None
+        assert low is not None
+        with graph.inserting_before(first):
+            new = graph.create_node("call_function", aten.to.dtype, (node, low), name=f"{node.name}_low")
+        node.replace_all_uses_with(new, delete_user_cb=lambda user, new=new: user is not new)
+        new.meta["val"] = value  # as traced, until all casts are there
+        ir.decide(new, Decision(Mode.NATIVE, low, known.reason, Rule.INSERTED, out=(low,), causes=(node.name,)))
+        ir.amend(node, out=(value.dtype,))
+        modified = True
     return modified
 
 

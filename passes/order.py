@@ -1,12 +1,12 @@
 """The order of the passes, from top to bottom, and the pipelines that run them.
 
-capture ─▶ normalize ─▶ mark_dtype_origin ─▶ assign_precision ─▶ insert_casts ─▶ autodiff
-           └───────────────────────────── FORWARD ───────────────────────────┘
+capture ─▶ normalize ─▶ mark_dtype_origin ─▶ assign_precision ─▶ place_neutral ─▶ insert_casts ─▶ autodiff
+           └───────────────────────────────────── FORWARD ────────────────────────────────────┘
 autodiff ─▶ fold_casts ─▶ fold_views ─▶ fuse_cast_matmul ─▶ lower_kernels ─▶ batch_casts ─▶ run
             └─────────────────────────── JOINT / INFERENCE ────────────────────────────┘
-autodiff ─▶ scale_loss ─▶ reduce_gradients ─▶ fold_casts ─▶ fold_views ─▶ hoist_weight_casts ─▶ fuse_cast_matmul
-            └── STEP (a whole training step)  ─▶ lower_kernels ─▶ batch_casts ─▶ accumulate_in_place, unscale_in_place
-                                                 or reduce_in_place ─▶ run
+autodiff ─▶ scale_loss ─▶ reduce_gradients, scatter_gradients ─▶ fold_casts ─▶ fold_views ─▶ gather_parameters
+            └── STEP (a whole training step)  ─▶ hoist_weight_casts ─▶ fuse_cast_matmul ─▶ lower_kernels ─▶ batch_casts
+                                                 ─▶ accumulate_in_place, unscale_in_place or reduce_in_place ─▶ run
 export ─▶ normalize ─▶ mark_dtype_origin ─▶ remove_dropout ─▶ fold_constants ─▶ fold_batch_norm
           └─────────────────────────────────── PREPARE ───────────────────────────────────────┘
        ─▶ assign_precision ─▶ insert_casts ─▶ freeze_parameters ─▶ fold_casts ─▶ save
@@ -34,27 +34,30 @@ from . import (
     fold_views,
     freeze_parameters,
     fuse_cast_matmul,
+    gather_parameters,
     hoist_weight_casts,
     insert_casts,
     lower_kernels,
     mark_dtype_origin,
     normalize,
+    place_neutral,
     precision,
     reduce_gradients,
     reduce_in_place,
     remove_dropout,
     scale_loss,
+    scatter_gradients,
     unscale_in_place,
     widen_weights,
 )
 
-FORWARD = (normalize.PASS, mark_dtype_origin.PASS, precision.PASS, insert_casts.PASS)
+FORWARD = (normalize.PASS, mark_dtype_origin.PASS, precision.PASS, place_neutral.PASS, insert_casts.PASS)
 JOINT = (fold_casts.PASS, fold_views.PASS, fuse_cast_matmul.PASS, lower_kernels.PASS, batch_casts.PASS)
 INFERENCE = JOINT
 STEP = (
-    scale_loss.PASS, reduce_gradients.PASS, fold_casts.PASS, fold_views.PASS, hoist_weight_casts.PASS,
-    fuse_cast_matmul.PASS, lower_kernels.PASS, batch_casts.PASS, accumulate_in_place.PASS, unscale_in_place.PASS,
-    reduce_in_place.PASS,
+    scale_loss.PASS, reduce_gradients.PASS, scatter_gradients.PASS, fold_casts.PASS, fold_views.PASS,
+    gather_parameters.PASS, hoist_weight_casts.PASS, fuse_cast_matmul.PASS, lower_kernels.PASS, batch_casts.PASS,
+    accumulate_in_place.PASS, unscale_in_place.PASS, reduce_in_place.PASS,
 )  # fmt: skip
 PREPARE = (normalize.PASS, mark_dtype_origin.PASS, remove_dropout.PASS, fold_constants.PASS, fold_batch_norm.PASS)
 CONVERT = (precision.PASS, insert_casts.PASS, freeze_parameters.PASS, fold_casts.PASS)

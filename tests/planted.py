@@ -10,7 +10,8 @@ from torch import Tensor, nn
 #: kind of fault -> the ops of its block that must stay in fp32
 FAULTS = {
     "quotient": ("addcdiv#0",),  # divides numbers that fp16 cannot hold
-    "activations": ("mul#1", "mul#2"),  # reaches 1e6, and comes back
+    "activations": ("mul#2", "mul#3"),  # reaches 1e6, and comes back
+    "weights": ("linear#0",),  # weights whose rounding errors do not cancel, as they themselves nearly do
     "cancellation": ("add#0", "sub#0"),  # the difference of large numbers that are nearly equal
 }
 
@@ -21,8 +22,13 @@ class Block(nn.Module):
     def __init__(self, width: int, fault: str = "") -> None:
         super().__init__()
         self.fc, self.fault = nn.Linear(width, width), fault
-        self.large = nn.Parameter(torch.full((width,), {"cancellation": 3e4}.get(fault, 1e6)), requires_grad=False)
-        self.other = nn.Parameter(2 * self.large if fault == "quotient" else 1 / self.large, requires_grad=False)
+        if fault == "weights":
+            half, difference = 1e4 * torch.rand(width, width), torch.eye(width)
+            self.pair = nn.Parameter(torch.cat([half, difference - half], 1), requires_grad=False)
+        elif fault:
+            large = torch.full((width,), {"cancellation": 3e4, "activations": 1e3}.get(fault, 1e6))
+            self.large = nn.Parameter(large, requires_grad=False)
+            self.other = nn.Parameter(2 * large if fault == "quotient" else 1 / large, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.fc(x))
@@ -30,7 +36,9 @@ class Block(nn.Module):
         if self.fault == "quotient":
             y = torch.addcdiv(y, self.other, self.large)
         elif self.fault == "activations":
-            y = (y * self.large) * self.other
+            y = y * self.large * self.large * self.other * self.other
+        elif self.fault == "weights":
+            y = nn.functional.linear(torch.cat([y, y], -1), self.pair)
         elif self.fault == "cancellation":
             y = (y + self.large) - self.large
         return x + y

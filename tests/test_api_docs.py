@@ -19,6 +19,7 @@ MADE_BY = {
     "AmpModule": "amp_compile",
     "Calibration": "calibrate",
     "ConvertedModel": "convert_model",
+    "Prediction": "predict",
     "Report": "report()",
     "TrainStep": "compile_train_step",
 }

@@ -75,8 +75,8 @@ class Journal:
                     raise
         except OSError as failure:
             raise SearchError(
-                f"The journal {self.path} cannot be written: {failure.strerror or failure}. The evaluations before this "
-                "one are in it: make room and start the search again with the same journal, and it continues."
+                f"The journal {self.path} cannot be written: {failure.strerror or failure}. The evaluations before "
+                "this one are in it: make room and start the search again with the same journal, and it continues."
             ) from failure
 
     # ------------------------------------------------------------------------------------------- reading
@@ -124,14 +124,14 @@ class Journal:
         differ = [key for key, value in self.header.items() if found.get(key) != value]
         if differ:
             raise SearchError(
-                f"The journal {self.path} belongs to another search (its {' and '.join(differ)} differ): choose another "
-                "path, or remove the file."
+                f"The journal {self.path} belongs to another search (with another {' and '.join(differ)}): choose "
+                "another path, or remove the file."
             )
 
     def _damaged(self, number: int) -> SearchError:
         return SearchError(
-            f"Line {number} of the journal {self.path} is damaged. Nothing was changed: remove that line to evaluate it "
-            "again, or remove the file to start anew."
+            f"Line {number} of the journal {self.path} is damaged. Nothing was changed: remove that line to evaluate "
+            "it again, or remove the file to start anew."
         )
 
     @staticmethod

@@ -122,7 +122,8 @@ class Search:
         """The trials that no other beats in both the share of low work and the metric, by increasing share."""
         sign = 1 if self.maximize else -1
         best: list[Trial] = []
-        for trial in sorted((t for t in self.trials if math.isfinite(t.metric)), key=lambda t: (-t.share, -sign * t.metric)):
+        known = [t for t in self.trials if math.isfinite(t.metric)]
+        for trial in sorted(known, key=lambda t: (-t.share, -sign * t.metric)):
             if not best or sign * trial.metric > sign * best[-1].metric:
                 best.append(trial)
         return tuple(reversed(best))
@@ -143,9 +144,11 @@ class Search:
         bound = self.baseline + (-self.tolerance if self.maximize else self.tolerance)
         total = len(self.items)
         first = next((t for t in self.trials if not t.fp32), None)
-        lines = [f"level {self.level}, {dtype_name(self.dtype)}: {total - len(rows)} of {total} ops low, {self.share:.1%} "
-                 f"of {self.objective}",
-                 f"metric {self.metric:.6g} (fp32 {self.baseline:.6g}, asked for {better} {bound:.6g})"]  # fmt: skip
+        what = f"level {self.level}, {dtype_name(self.dtype)}"
+        lines = [
+            f"{what}: {total - len(self.reasons)} of {total} ops low, {self.share:.1%} of {self.objective}",
+            f"metric {self.metric:.6g} (fp32 {self.baseline:.6g}, asked for {better} {bound:.6g})",
+        ]
         if self.confidence is not None:
             lines[-1] += f", with {self.confidence:.0%} confidence"
         if first is not None:

@@ -38,8 +38,9 @@ Evaluate = Callable[[Any], float]
 
 
 def run_search(
-    model: Any, compile_with: Compile, evaluate: Evaluate, *, tolerance: float, maximize: bool, dtype: torch.dtype | str,
-    level: str, calibration: Calibration | None, objective: str, budget: int, journal: str | os.PathLike[str] | None,
+    model: Any, compile_with: Compile, evaluate: Evaluate, *, tolerance: float, maximize: bool,
+    dtype: torch.dtype | str, level: str, calibration: Calibration | None, objective: str, budget: int,
+    journal: str | os.PathLike[str] | None,
 ) -> Search:  # fmt: skip
     """Search for the policy with the most work in low precision; the arguments are those of ``search_policy``."""
     low = _check(evaluate, tolerance, maximize, dtype, level, calibration, objective, budget)
@@ -133,8 +134,8 @@ class _Trials:
                 self.warned = True
                 more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
                 warnings.warn(
-                    f"evaluate changed {changed[0]}{more} of the model. The search restores them after each evaluation, "
-                    "so that all trials start alike; use model.eval() or a copy if this was not intended.",
+                    f"evaluate changed {changed[0]}{more} of the model. The search restores them after each "
+                    "evaluation, so that all trials start alike; use model.eval() or a copy if this was not intended.",
                     AmpWarning, stacklevel=users_frame(),
                 )  # fmt: skip
         return value
@@ -157,8 +158,8 @@ def _baseline(trials: _Trials, tolerance: float, maximize: bool) -> Judge:
     values = [trials.value(BASELINE, policy)]
     if not math.isfinite(values[0]):
         raise SearchError(
-            f"evaluate gives {values[0]} for the fp32 model, so nothing can be compared with it. Bound the metric, such "
-            "as min(snr, 100.0), or return the error itself with maximize=False."
+            f"evaluate gives {values[0]} for the fp32 model, so nothing can be compared with it. Bound the metric, "
+            "such as min(snr, 100.0), or return the error itself with maximize=False."
         )
     values.append(trials.value(BASELINE, policy))
     while len(set(values)) > 1 and len(values) < min(REPEATS, trials.budget - 2):
@@ -192,8 +193,8 @@ def _work(trials: _Trials, objective: str) -> Work:
     graphs = trials.compiled[1].graphs
     if not graphs:
         raise SearchError(
-            "evaluate did not run the model that it was given: no graph was captured. It must call its argument, not the "
-            "original model."
+            "evaluate did not run the model that it was given: no graph was captured. It must call its argument, not "
+            "the original model."
         )
     work = find_work(graphs, objective)
     trials.journal.set_items([{"total": work.total}, *(item.to_dict() for item in work.items)])

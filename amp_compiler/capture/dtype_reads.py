@@ -29,7 +29,14 @@ def may_depend_on_dtype(gm: fx.GraphModule) -> bool:
                 codes.append(code)  # Python that runs when the graph is lowered
             elif node.op == "call_method" and node.target == "to" and len(node.all_input_nodes) > 1:
                 return True
-    return any(_asks(code) for code in codes)
+    return any(_asks(code) for code in codes if not code.co_filename.startswith(_NOT_THE_MODEL))
+
+
+#: what moves DTensors asks for dtypes to describe them; calls of modules with hooks ask results for their types
+_NOT_THE_MODEL = tuple(
+    os.path.join(os.path.dirname(torch.__file__), *parts)
+    for parts in (("distributed",), ("nn", "modules", "module.py"))
+)
 
 
 def _asks(code: CodeType) -> bool:

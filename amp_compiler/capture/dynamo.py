@@ -11,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -22,12 +23,13 @@ from torch import fx, nn
 
 from ..common.errors import AmpError
 from ..policy.scopes import is_inside_call
+from . import wrappers
 from .frames import compile_with, unwatched
 from .handle import Backend, clear_dead, is_handle
 from .handle import Handle as Handle
-from .remedies import Reason
+from .remedies import Reason as Reason
 from .remedies import remedy as remedy
-from .trampolines import Outside
+from .trampolines import Outside, is_library
 
 #: signatures that one compiled module may have before Dynamo gives up on it
 RECOMPILE_LIMIT = 64
@@ -72,6 +74,9 @@ def compile_frame(
     clear_dead()
     if backend.handle is None:
         backend.handle, backend.runs = Handle(backend), weakref.WeakKeyDictionary()
+        if wrappers.has_units(backend.target):
+            wrappers.allow_breaks_in_loops()
+            backend.handle.unrolls = True
     function = _caller(target) if isinstance(target, nn.Module) else target
     settings: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}
     if error_on_graph_break is not None:
@@ -174,6 +179,17 @@ for _question in (is_ours, needs_break):
     _question._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def with_code_of_users(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with a code object of its own, in a file of its own if it is torch's: Dynamo captures no frame of
+    ``nn.Sequential.forward``, but it does capture what that calls."""
+    own: Any = function
+    code: CodeType = own.__code__
+    made: Any = FunctionType(code, own.__globals__, code.co_name, None, own.__closure__)
+    if is_library(code):
+        made.__code__ = code.replace(co_filename=f"<{code.co_qualname}>")
+    return with_own_code(made)
+
+
 @contextlib.contextmanager
 def capture_settings() -> Iterator[None]:
     """Set Dynamo's options for a call of one of our modules. They are thread-local (torch 2.13)."""
@@ -181,6 +197,8 @@ def capture_settings() -> Iterator[None]:
 
     _tell_where_autocast_begins()
     _capture_slow_attention()
+    _keep_prints()
+    _note_places()
     old = torch._dynamo.config.allow_rnn
     torch._dynamo.config.allow_rnn = True
     try:
@@ -209,6 +227,52 @@ def _capture_slow_attention() -> None:
 
 
 @functools.cache
+def _keep_prints() -> None:
+    """Dynamo loses calls of ``reorderable_logging_functions`` in code that it inlines, which is all of a module here.
+    For our backends they are noted on the outermost frame, which makes them when its graph has run. Constants of any
+    kind may be printed (sizes, dtypes); in the body of a higher-order op only constants, and the rest breaks the graph.
+
+    torch 2.13 internals: ``DebuggingVariable.call_function`` and the ``debug_locals`` of a frame."""
+    from torch._dynamo.variables import ConstantVariable
+    from torch._dynamo.variables.misc import DebuggingVariable
+
+    call = DebuggingVariable.call_function
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if tx.export or not is_handle(tx.output.compiler_fn):
+            return call(self, tx, args, kwargs)
+        if not all(arg.is_python_constant() for arg in (*args, *kwargs.values())):
+            if tx.output.current_tracer.parent is not None:
+                return call(self, tx, [self], {})  # which Dynamo refuses: no value of the body is known outside of it
+            if not self.can_reorder_logs(self.value, [a for a in args if not a.is_python_constant()], kwargs):
+                return call(self, tx, args, kwargs)
+        tx.output.root_tx.debug_locals.append((self, list(args)))
+        return ConstantVariable.create(None)
+
+    DebuggingVariable.call_function = call_function  # type: ignore[method-assign]
+
+
+#: what Dynamo says of a graph break -> the user's line at which it last said so
+_PLACES: dict[str, str] = {}
+
+
+@functools.cache
+def _note_places() -> None:
+    """Dynamo counts graph breaks by their text; where a function is left as plain Python, nothing else is kept of them.
+    An entry is as long-lived as Dynamo's own count."""
+    from torch._dynamo.exc import Unsupported
+
+    add = Unsupported.add_to_stats
+
+    def add_to_stats(self: Any, category: str = "unimplemented") -> None:
+        add(self, category)
+        if where := users_line(self):
+            _PLACES[self.msg] = where
+
+    Unsupported.add_to_stats = add_to_stats  # type: ignore[method-assign]
+
+
+@functools.cache
 def _tell_where_autocast_begins() -> None:
     """Record the module stack on the node that opens a ``torch.autocast`` region, where Dynamo writes none: the pass
     ``normalize`` needs it to know which modules are inside. The patch stays for the whole process, as it only adds a
@@ -225,6 +289,11 @@ def _tell_where_autocast_begins() -> None:
     AutocastModeVariable.enter = enter_with_stack  # type: ignore[method-assign]
 
 
+_WRAPPERS = tuple(
+    os.path.join(os.path.dirname(torch.__file__), *parts) for parts in (("distributed",), ("nn", "parallel"))
+)
+
+
 def break_reason(gm: fx.GraphModule) -> Uncaptured | None:
     """Return why Dynamo ended this graph early; None if it didn't."""
     reason = getattr(gm, "compile_subgraph_reason", None)
@@ -234,6 +303,8 @@ def break_reason(gm: fx.GraphModule) -> Uncaptured | None:
     where = ""
     if stack:
         frame = stack[-1]
+        if frame.filename.startswith(_WRAPPERS):
+            return None  # the hooks of a wrapper; the module that they belong to is captured
         where = f"{frame.filename}:{frame.lineno} in {frame.name}: {(frame.line or '').strip()}"
     why = Reason(str(reason.reason))
     return Uncaptured(f"graph break: {why}", where, remedy(why, "\n".join(frame.line or "" for frame in stack)))
@@ -259,6 +330,8 @@ def returns_to_caller(gm: fx.GraphModule, target: Any, outermost: bool) -> bool:
         name = name.removeprefix("torch_dynamo_resume_in_").rpartition("_at_")[0]
     if own is not None and (code is own or (name == own.co_name and code.co_filename == own.co_filename)):
         return True
+    if own is not None and outermost and name.rpartition("_")[0] == own.co_name:
+        return code.co_filename in (own.co_filename, f"<{own.co_qualname}>")  # by with_code_of_users
     return name.startswith("call_") and code.co_filename == __file__ and outermost
 
 
@@ -281,7 +354,7 @@ class Tally:
         """Return the reasons for graph breaks since this tally was taken, one line each."""
         after = Tally.now()
         new = [reason for reason, count in after.breaks.items() if count > self.breaks.get(reason, 0)]
-        return [Reason(reason) for reason in new if reason.strip()]
+        return [Reason(reason, _PLACES.get(reason, "")) for reason in new if reason.strip()]
 
     def skipped_since(self, failed_before: bool) -> str | None:
         """Return why a frame was left as plain Python since this tally was taken; None if none was.
@@ -290,7 +363,7 @@ class Tally:
         """
         after = Tally.now()
         if breaks := self.breaks_since():
-            return breaks[-1] + remedy(breaks[-1])
+            return breaks[-1].in_full()
         if after.frames - self.frames > after.captured - self.captured:
             return "Dynamo left a frame as plain Python (an exception while tracing, or code that it does not trace)"
         if after.frames == self.frames and failed_before:

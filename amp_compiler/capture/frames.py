@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import sys
 import types
 import weakref
@@ -101,6 +102,17 @@ def look_at_forward(module: nn.Module) -> None:
         _look_again(code)
 
 
+def watch_forward(module: nn.Module) -> types.CodeType | None:
+    """The code that runs first in a module's forward, which Dynamo is made to look at; None if it isn't a function of
+    the module's class."""
+    function = None if "forward" in module.__dict__ else type(module).forward
+    code = getattr(function, "__code__", None)
+    if isinstance(code, types.CodeType):
+        _look_again(code)
+        return code
+    return None
+
+
 def forward_is_library(module: nn.Module) -> bool:
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return isinstance(code, types.CodeType) and is_library(code)
@@ -174,6 +186,7 @@ class _Callback:
         self._torchdynamo_orig_backend = dynamo  # Dynamo keys its caches by the innermost backend
         self._handle = handle
         self._outside = weakref.ref(outside)  # trampolines stay in Dynamo's caches after the model is freed
+        self._empty: set[tuple[types.CodeType, int] | None] = set()  # rounds of a loop without a tensor op
         self._raised: dict[types.CodeType, int] = {}  # how many times in a row code has failed while it was traced
 
     def __call__(self, frame: Any, entry: Any, state: Any) -> Any:
@@ -200,12 +213,17 @@ class _Callback:
                 return guarded(trampoline(code, disabled_runner(code, frame.f_globals, self._outside)))
             eval_frame.set_code_exec_strategy(code, SKIP)  # a returned strategy could not be revoked
             return ConvertFrameReturn(apply_to_code=False)
+        if outside.is_forward(code):
+            return guarded(trampoline(code, runner(code, frame.f_globals, self._outside, "forward")))
         library = is_library(code)
         users = not library or code is _compiled_call()
         if outside.is_plain() and users and _can_be_called(code):
             if not has_tensor_in_frame(frame):
                 return ConvertFrameReturn()  # as Dynamo does, since a logger has many methods
             return guarded(trampoline(code, runner(code, frame.f_globals, self._outside, "captured")))
+        left = (code, _rounds_left(frame)) if self._handle.unrolls else None
+        if left in self._empty:
+            return ConvertFrameReturn(apply_to_code=False)
         try:
             result = self._torchdynamo_orig_backend(frame, entry, state)
         except TorchRuntimeError as error:
@@ -223,9 +241,18 @@ class _Callback:
         if not outside.watches_disabled and any("torch.compiler.disable" in why for why in counters["graph_break"]):
             outside.watches_disabled = True  # only now, because every graph is called that way
             _look_again(_disabled_call())
+        if left is not None and result.guarded_code is None and "No ops traced" in (result.skip_reason or ""):
+            self._empty.add(left)  # the same code may have something to do in another round of its loop
+            return ConvertFrameReturn(apply_to_code=False)
         if result.guarded_code is not None or library or not _can_be_called(code) or not _gave_up(result):
             return result
         return guarded(trampoline(code, runner(code, frame.f_globals, self._outside, "plain")))
+
+
+def _rounds_left(frame: Any) -> int:
+    """How often the loop will go round whose rest Dynamo has made a function of; 0 for other code."""
+    values = (v for name, v in frame.f_locals.items() if name.startswith("___stack"))
+    return next((operator.length_hint(v) for v in values if isinstance(v, type(iter(())))), 0)
 
 
 def _gave_up(result: Any) -> bool:

@@ -13,6 +13,7 @@ from torch import fx
 class Backend(Protocol):
     """Turns each graph that Dynamo captures into a callable."""
 
+    target: Any
     handle: Handle | None
     #: the callable that was returned to Dynamo -> the one that it runs
     runs: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] | None
@@ -34,6 +35,7 @@ class Handle:
     def __init__(self, backend: Backend) -> None:
         self._backend = weakref.ref(backend)
         self._codes: dict[int, weakref.ref[CodeType]] = {}
+        self.unrolls = False  # a graph may end inside a loop of the model's code
         self.__name__ = "amp_compiler"
         weakref.finalize(backend, _DEAD.append, self).atexit = False
 
@@ -86,8 +88,14 @@ def clear_dead() -> None:
         _DEAD.pop().clear_caches()
 
 
-def is_handle(compiler: Any) -> bool:
-    """True if a compiler function of Dynamo is one of our backends, or wraps one."""
+def innermost(compiler: Any) -> Handle | None:
+    """Our backend that a compiler function of Dynamo is, or wraps; None for the backend of someone else."""
     from torch._dynamo.eval_frame import innermost_backend
 
-    return isinstance(innermost_backend(compiler), Handle)
+    found = innermost_backend(compiler)
+    return found if isinstance(found, Handle) else None
+
+
+def is_handle(compiler: Any) -> bool:
+    """True if a compiler function of Dynamo is one of our backends, or wraps one."""
+    return innermost(compiler) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import (
 from .. import ir
 from ..common.torch_names import HigherOrderOperator, OpOverload, schema_of
 from . import higher_order, vmap
+from .placed import Placements
 from .promotion import converted, promoting
 
 
@@ -27,13 +29,17 @@ class LoweringInterpreter(fx.Interpreter):
     would then take every later use of the input for a use of that op. Such an op returns a new tensor here.
     """
 
+    @functools.cached_property
+    def placements(self) -> Placements:
+        return Placements(self.graph)
+
     def run_node(self, n: fx.Node) -> Any:
         inputs = [self.env[a] for a in n.all_input_nodes if isinstance(self.env.get(a), torch.Tensor)]
         mode = get_proxy_mode()
         if n.op not in ("call_function", "call_method") or mode is None:
             return super().run_node(n)
         before = [(x, get_proxy_slot(x, mode.tracer, None)) for x in inputs]
-        result = super().run_node(n)
+        result = self._run(n)
         named = {key: n.meta[key] for key in (ir.DTYPE_OF, ir.NUMBER_OF) if key in n.meta}
         if n.op == "call_method" and n.target == "to" and len(n.args) > 1 and isinstance(n.args[1], fx.Node):
             named[ir.DTYPE_OF] = n.args[1].name  # ``x.to(y)``: below this point only y's dtype is known
@@ -47,6 +53,14 @@ class LoweringInterpreter(fx.Interpreter):
             if result is x and proxy is not None:
                 return _apart(x, proxy, mode.tracer)
         return result
+
+    def _run(self, n: fx.Node) -> Any:
+        if self.placements.needed:
+            with self._set_current_node(n):
+                result = self.placements.call(n, n.target, *self.fetch_args_kwargs_from_env(n))
+            if result is not NotImplemented:
+                return result
+        return super().run_node(n)
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         body = self.fetch_attr(str(target))

@@ -11,7 +11,7 @@ torch 2.13 internals used here, and why:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from ..common.errors import CaptureError
 from ..common.torch_names import OpOverload, pytree
 from ..policy import Policy
 from ..policy.ops.row import OpClass
-from . import origin, recurrent, vmap
+from . import origin, placed, recurrent, vmap
 from .higher_order import is_closed
 from .interpreter import LoweringInterpreter, PromotingInterpreter
 from .vmap import is_functorch, is_vmap
@@ -40,11 +40,15 @@ def lower(
     *,
     fakes: Sequence[Any] | None = None,
     promote: bool = False,
+    inside: tuple[str, type] | None = None,
+    given_low: Container[torch.dtype] = (),
 ) -> fx.GraphModule:
     """Lower one graph from Dynamo. ``modules`` maps ``id(module)`` to its path in the user's model.
 
     ``fakes``: values for the graph's inputs to use instead of ``example_inputs``. ``promote``: where torch refuses
-    operands of two float dtypes, use the wider one (for the twin, see ``twin.py``).
+    operands of two float dtypes, use the wider one (for the twin, see ``twin.py``). ``inside``: path and class of the
+    module whose forward the graph is made of, where its call is not in it. ``given_low``: inputs of these dtypes are
+    lowered as fp32, which they are in the user's model.
     """
     if fakes is None:
         fakes, mode = fakify(example_inputs)
@@ -54,24 +58,27 @@ def lower(
     loss = _take_out_loss(gm)
     gm = vmap.without_vmap(gm)
     interpreter = PromotingInterpreter(gm, garbage_collect_values=False) if promote else LoweringInterpreter(gm)
+    fakes = placed.in_global_form(fakes, mode)
+    fakes = [ir.retype(v, torch.float32) if getattr(v, "dtype", None) in given_low else v for v in fakes]
     with _tracing(mode):
         lowered = make_fx(interpreter.run, decomposition_table=decompositions(policy), pre_dispatch=True)(
             *fakes
         )
     assert isinstance(lowered, fx.GraphModule)
+    placed.keep_calls(lowered, interpreter.placements)
     lowered.graph.eliminate_dead_code()
     _refuse_leaks(lowered)
     origin.name_inputs(gm, lowered)
     origin.mark_parameters(lowered, example_inputs)
     for _, inner in ir.all_graphs(lowered):
-        origin.annotate_origin(inner, modules)
+        origin.annotate_origin(inner, modules, inside)
         for node in inner.graph.nodes:
             for key in (ir.DTYPE_OF, ir.NUMBER_OF):
                 if isinstance(of := node.meta.get(key), fx.Node):
                     node.meta[key] = of.name  # names are final only now
     lowered.meta.update(gm.meta)
     lowered.meta[ir.LOSS] = loss
-    lowered.meta[ir.OUTPUT_DTYPES] = _output_dtypes(gm)
+    lowered.meta[ir.OUTPUT_DTYPES] = [None if d in given_low else d for d in _output_dtypes(gm)]
     lowered.recompile()
     return lowered
 

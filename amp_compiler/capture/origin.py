@@ -20,16 +20,21 @@ def _class_name(cls: Any) -> str:
     return str(getattr(cls, "__qualname__", cls)).rpartition(".")[2]
 
 
-def annotate_origin(gm: fx.GraphModule, modules: Mapping[int, str]) -> None:
-    """Write each node's module stack, with paths as in ``named_modules``."""
+def annotate_origin(
+    gm: fx.GraphModule, modules: Mapping[int, str], inside: tuple[str, type] | None = None
+) -> None:
+    """Write each node's module stack, with paths as in ``named_modules`` and ``inside`` at its bottom."""
     cache: dict[int, list[tuple[str, Any]]] = {}
+    bottom = [] if inside is None else [inside]
     for node in gm.graph.nodes:
         raw = node.meta.get("nn_module_stack")
         if not raw:
+            if bottom and node.op == "call_function":
+                node.meta["amp_module_stack"] = bottom
             continue
         if id(raw) not in cache:
             kept = [(key, name, cls) for key, (name, cls) in raw.items() if _class_name(cls) != COMPILED_FUNCTION]
-            cache[id(raw)] = [(_path(key, name, modules), cls) for key, name, cls in kept]
+            cache[id(raw)] = bottom + [(_path(key, name, modules), cls) for key, name, cls in kept]
         node.meta["amp_module_stack"] = cache[id(raw)]
 
 

@@ -11,18 +11,30 @@ from collections.abc import Callable
 
 _LOGGER = re.compile(r"method: <(\w*Logger) (.+?) \(\w+\)>\.(\w+)")
 _FUNCTION = re.compile(r"\blogging\.(debug|info|warning|warn|error|exception|critical|log)\(")
+#: ``if x.item() > 0``, also behind the place of the line and as a conditional expression
+_CONDITION = re.compile(r"\b(?:if|elif|while|assert)\b.*(?:\.item\(\)|\b(?:float|int|bool)\()")
+_BRANCH = "the code branches on the value of a tensor; torch.where or torch.cond keeps it in one graph"
+_NUMBER = (
+    "a number that is used in arithmetic or as a size is captured with "
+    "torch._dynamo.config.capture_scalar_outputs = True"
+)
 _IGNORE = "the model logs while it runs; to have Dynamo skip it, call torch._dynamo.config.ignore_logging_functions.add"
 
 
 class Reason(str):
-    """The first line of the reason why a graph ended. ``whole``: Dynamo's complete text."""
+    """The first line of why a graph ended. ``whole``: Dynamo's complete text. ``source``: the user's line."""
 
     whole: str
+    source: str
 
-    def __new__(cls, whole: str) -> Reason:
+    def __new__(cls, whole: str, source: str = "") -> Reason:
         made = super().__new__(cls, next(iter(whole.strip().splitlines()), "").strip())
-        made.whole = whole
+        made.whole, made.source = whole, source
         return made
+
+    def in_full(self) -> str:
+        """With the user's line and what helps."""
+        return f"{self} ({self.source}){remedy(self, self.source)}" if self.source else self + remedy(self)
 
 
 def remedy(reason: str, code: str = "") -> str:
@@ -46,6 +58,10 @@ def _ignore_function(whole: str, code: str) -> str:
     return f"{_IGNORE}(logging.{found[1]})"
 
 
+def _item(whole: str, code: str) -> str:
+    return _BRANCH if _CONDITION.search(code) else _NUMBER
+
+
 def _always(text: str) -> Callable[[str, str], str]:
     return lambda whole, code: text
 
@@ -62,14 +78,12 @@ REMEDIES: dict[str, Callable[[str, str], str]] = {
         "the model prints while it runs; to have Dynamo print at the end of the graph, call "
         "torch._dynamo.config.reorderable_logging_functions.add(print)"
     ),
-    "Unsupported Tensor.item()": _always(
-        "a number that is used in arithmetic or as a size is captured with "
-        "torch._dynamo.config.capture_scalar_outputs = True"
+    "attempted to reorder a debugging function": _always(
+        "only tensors, constants and formatted strings of them can be printed at the end of the graph, and in an "
+        "activation checkpoint or torch.cond only constants; take the call out of forward, or print something else"
     ),
-    "generic_jump TensorVariable()": _always(
-        "the code branches on the value of a tensor; torch.where or torch.cond keeps it in one graph"
-    ),
-    "Data-dependent branching": _always(
-        "the code branches on the value of a tensor; torch.where or torch.cond keeps it in one graph"
-    ),
+    "Unsupported Tensor.item()": _item,
+    "generic_jump TensorVariable()": _always(_BRANCH),
+    "generic_jump SymNodeVariable()": _always(_BRANCH),
+    "Data-dependent branching": _always(_BRANCH),
 }

@@ -55,6 +55,16 @@ class Outside(Protocol):
         """Run a module that is called by uncaptured code; ``call`` runs it as it is, under Dynamo."""
         ...
 
+    def is_forward(self, code: types.CodeType) -> bool:
+        """Whether this is the forward of a module whose hooks run as plain Python."""
+        ...
+
+    def forward(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[[], Any]
+    ) -> Any:
+        """Such a forward; ``args`` begin with the module, ``call`` runs it as it is, under Dynamo."""
+        ...
+
 
 @functools.lru_cache(maxsize=4096)
 def is_library(code: types.CodeType) -> bool:
@@ -126,7 +136,8 @@ def disabled_runner(code: types.CodeType, scope: dict[str, Any], outside: weakre
 
 
 def runner(
-    code: types.CodeType, scope: dict[str, Any], outside: weakref.ref[Outside], how: Literal["plain", "captured"]
+    code: types.CodeType, scope: dict[str, Any], outside: weakref.ref[Outside],
+    how: Literal["plain", "captured", "forward"],
 ) -> Callable[..., Any]:
     """Return what a trampoline calls: a function that runs a copy of the original code in a method of ``Outside``."""
     same = code.replace()
@@ -153,6 +164,8 @@ def runner(
 
         try:
             found = outside()
+            if found is not None and how == "forward":
+                return found.forward(function, args, kwargs, call)
             return call() if found is None else getattr(found, how)(call)
         finally:
             eval_frame.set_eval_frame(callback)

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import ir
 from ..common.compat import attribute_method
-from ..common.torch_names import pytree
+from ..common.torch_names import is_dtensor, pytree
 from ..policy import Policy
 from .lower import lower
 from .patching import replaced
@@ -90,7 +90,7 @@ def _fake_mode_of(values: Sequence[Any]) -> Iterator[None]:
 
 
 def _fresh(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or is_dtensor(value):  # of a DTensor only shape and dtype are read
         return value
     fresh: Any = _like(value, ir.retype(value, value.dtype))
     # torch 2.13: a Python float that changes from call to call is a tensor of no dimensions; its ``item()`` is a symbol
@@ -120,10 +120,11 @@ def _low_fakes(low: torch.dtype) -> Iterator[None]:
 
     def from_tensor(mode: Any, tensor: torch.Tensor, **kwargs: Any) -> Any:
         fake = make(mode, tensor, **kwargs)
-        if type(fake) is not FakeTensor or fake.dtype is not torch.float32:
+        if (type(fake) is not FakeTensor and not is_dtensor(fake)) or fake.dtype is not torch.float32:
             return fake
         if id(fake) not in known:
-            known[id(fake)] = (_lowered(fake, low, isinstance(tensor, nn.Parameter)), fake)
+            make_low = _lowered_shard if is_dtensor(fake) else _lowered
+            known[id(fake)] = (make_low(fake, low, isinstance(tensor, nn.Parameter)), fake)
         return known[id(fake)][0]
 
     def run_node(tracer: Any, node: fx.Node, args: Any, kwargs: Any, nnmodule: Any) -> Any:
@@ -142,6 +143,12 @@ def _lowered(fake: Any, low: torch.dtype, parameter: bool) -> torch.Tensor:
     with temporarily_clear_interpreter_stack(), fake.fake_mode, torch.no_grad():
         new = torch.empty_strided(fake.size(), fake.stride(), dtype=low, device=fake.device)
         return nn.Parameter(new, fake.requires_grad) if parameter else _like(fake, new)
+
+
+def _lowered_shard(fake: Any, low: torch.dtype, parameter: bool) -> torch.Tensor:
+    with fake.to_local().fake_mode, torch.no_grad():
+        new = fake.detach().to(low)
+        return nn.Parameter(new, fake.requires_grad) if parameter else new.requires_grad_(fake.requires_grad)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The command line: ``amp-compiler dump | explain | convert | passes | doctor``. One file per command."""
+"""The command line: ``amp-compiler dump | explain | convert | ops | passes | doctor``. One file per command."""
 
 from __future__ import annotations
 

@@ -49,6 +49,12 @@ def _passes(incomplete: str) -> list[str]:
     return [name for name in ("capture", "autodiff", *ALL) if name.startswith(incomplete)]
 
 
+def _devices(incomplete: str) -> list[str]:
+    from ..cost.table import DEVICES
+
+    return [name for name in DEVICES if name.startswith(incomplete.lower())]
+
+
 Target = Annotated[
     str,
     typer.Argument(
@@ -92,6 +98,13 @@ Graph = Annotated[
     ),
 ]
 Capture = Annotated[str, typer.Option("--capture", help="Front end: export, dynamo, or auto (export where it works).")]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device", metavar="NAME|FILE", autocompletion=_devices, show_default=False,
+        help="With --level auto: a device (a100_80, or a TOML file) whose costs place the ops that may run either way.",
+    ),
+]  # fmt: skip
 Disable = Annotated[
     list[str], typer.Option("--disable", metavar="PASS", help="A pass to leave out.", autocompletion=_passes)
 ]
@@ -205,6 +218,7 @@ class Request:
     graph: str = "forward"
     capture: str = "auto"
     disable: tuple[str, ...] = ()
+    device: str | None = None
 
     def policy_for(self, model: Any) -> Policy:
         """Return the checked policy, with its module rules resolved in the model."""
@@ -215,6 +229,7 @@ class Request:
         level = policy.level if policy is not None and self.level == DEFAULT_LEVEL else self.level
         asked = check_request(
             level, self.dtype or None, policy, self.low, self.fp32, self.exclude, "eager", self.disable,
+            self.device,
         )  # fmt: skip
         return asked.policy_for(model)
 
@@ -246,15 +261,15 @@ def inspect(request: Request, quiet: bool) -> Inspection:
             policy = request.policy_for(loaded.program.module())
             return inspect_program(
                 loaded.program, policy=policy, graph=request.graph, disable_passes=request.disable,
-                target=request.target, progress=tell,
+                device=request.device, target=request.target, progress=tell,
             )  # fmt: skip
         if loaded.converted is not None:
             level, low = loaded.converted.policy.level, dtype_name(loaded.converted.policy.low)
             others = request.level not in (DEFAULT_LEVEL, level) or request.dtype not in ("", low)
-            if others or request.policy or request.low or request.fp32 or request.exclude:
+            if others or request.policy or request.low or request.fp32 or request.exclude or request.device:
                 raise ArgumentError(
-                    f"A converted model contains its policy ({level}, {low}): omit --level, --dtype, --policy and the "
-                    "lists."
+                    f"A converted model contains its policy ({level}, {low}): omit --level, --dtype, --policy, "
+                    "--device and the lists."
                 )
             return inspect_converted(loaded.converted, graph=request.graph, target=request.target, progress=tell)
         assert loaded.model is not None
@@ -263,5 +278,5 @@ def inspect(request: Request, quiet: bool) -> Inspection:
         return inspect_model(
             loaded.model, loaded.args, loaded.kwargs, policy=request.policy_for(loaded.model), graph=request.graph,
             capture=request.capture, dynamic_shapes=loaded.dynamic_shapes, disable_passes=request.disable,
-            target=request.target, progress=tell,
+            device=request.device, target=request.target, progress=tell,
         )  # fmt: skip

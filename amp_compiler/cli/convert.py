@@ -52,8 +52,8 @@ def run(
         float | None,
         typer.Option(
             "--tolerance", show_default=False,
-            help="Search for the policy with the most low-precision work whose outputs on --data differ from fp32 by at "
-            "most this much, as a share (0.01 is 1 %, an SNR of 40 dB). Starts from O3 in float16 unless --level and "
+            help="Search for the policy with the most low-precision work whose outputs on --data differ from fp32 "
+            "by at most this much, as a share (0.01 is 1 %, an SNR of 40 dB). Starts from O3 in float16 unless --level and "
             "--dtype say otherwise.",
         ),
     ] = None,
@@ -102,8 +102,8 @@ def run(
             error = relative_error(model, batches)(converted)
             if not error <= tolerance:
                 raise ArgumentError(
-                    f"The converted program's error on the data is {error:.3g}, above the tolerance: nothing was written. "
-                    "Use a larger tolerance."
+                    f"The converted program's error on the data is {error:.3g}, above the tolerance: nothing was "
+                    "written. Use a larger tolerance."
                 )
         if output is not None:
             tell(f"writing {output}")

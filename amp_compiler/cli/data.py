@@ -27,7 +27,7 @@ Batch = tuple[Any, Any]  # inputs and targets, as a training step takes them
 
 
 def load_batches(text: str) -> list[Batch]:
-    """Return the batches that --data names, each as (inputs, targets). A file is read without running anything in it."""
+    """Return the batches that --data names, each as (inputs, targets). Nothing in a file is executed."""
     if text.endswith(".npz"):
         found: Iterable[Any] = [_from_npz(Path(text))]
     elif text.endswith((".pt", ".pth")):
@@ -104,13 +104,13 @@ def evaluate_function(text: str) -> Callable[[Any], float]:
 
     found = load_attribute(text)
     if not callable(found):
-        raise ArgumentError(f"--evaluate {text} is a {type(found).__name__}: a function of the compiled model is needed.")
+        raise ArgumentError(f"--evaluate {text} is a {type(found).__name__}, not a function of the compiled model.")
     return found  # type: ignore[no-any-return]
 
 
 def relative_error(model: Any, batches: Sequence[Batch]) -> Callable[[Any], float]:
-    """Return a metric: the error of a compiled model's outputs on all batches, relative to the fp32 model's (the root of
-    the sum of squares of both)."""
+    """Return a metric: the error of a compiled model's outputs on all batches, relative to the fp32 model's (the
+    root of the sum of squares of both)."""
     import torch
 
     from ..common.torch_names import pytree
@@ -131,7 +131,7 @@ def relative_error(model: Any, batches: Sequence[Batch]) -> Callable[[Any], floa
         raise ArgumentError(f"The model cannot be called with the data: {type(error).__name__}: {error}") from error
     total = sum(float(v.square().sum()) for v in wanted)
     if not total:
-        raise ArgumentError("The model gives only zeros, or no floating-point output, for the data: there is no error to measure.")
+        raise ArgumentError("The model gives only zeros, or no floating-point output, for the data.")
 
     def evaluate(compiled: Any) -> float:
         wrong = sum(float((a - b).square().sum()) for a, b in zip(outputs(compiled), wanted, strict=True))

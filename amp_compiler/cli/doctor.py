@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from . import common as c
+from . import predict
 
 NAME = "doctor"
 HELP = "Inspect this machine: torch, CPU, GPUs and the speed of each dtype, and, if given, the shapes of a model."
@@ -27,26 +28,33 @@ def run(
     debug: c.Debug = False,
 ) -> None:
     from .. import __version__
+    from ..cost.machine import known_gpu, this_machine
     from ..inspect.advice import SIZE, advise_model, look
 
     with c.progress(quiet) as tell:
         machine = look(tell)
+        tell("measuring this machine")
+        cpu = this_machine()
     advice = list(machine.advice)
     if target is not None:
         request = c.Request(target, inputs, "O2", "", None, [], [], [])
         advice += advise_model(c.inspect(request, quiet).forward, machine.gpus)
+        gpus = [known for g in machine.gpus if (known := known_gpu(g.name, g.memory)) is not None]
+        advice += predict.advice(target, inputs, gpus[0] if gpus else cpu, quiet)
     if as_json:
-        found = {"amp_compiler": __version__, **asdict(machine), "advice": advice}
+        found = {"amp_compiler": __version__, **asdict(machine), "this_machine": dict(cpu.peak), "advice": advice}
         c.write(json.dumps(found, indent=1), None)
         return
     from rich.table import Table
 
     out = c.console()
-    gpus = [f"{g.name}, compute capability {g.capability[0]}.{g.capability[1]}" for g in machine.gpus]
+    names = [f"{g.name}, compute capability {g.capability[0]}.{g.capability[1]}" for g in machine.gpus]
     facts = {
         "amp-compiler": __version__, "python": machine.python, "torch": machine.torch,
         "triton": machine.triton or "not installed", "cpu": f"{machine.cpu}, {machine.cores} cores",
-        "cpu features": " ".join(machine.features) or "none that torch knows", "gpu": "; ".join(gpus) or "none",
+        "cpu features": " ".join(machine.features) or "none that torch knows", "gpu": "; ".join(names) or "none",
+        "measured": f"{cpu.peak['fp32'] / 1e9:.0f} GFLOP/s fp32, {cpu.bandwidth / 1e9:.0f} GB/s, "
+        f"{cpu.launch * 1e6:.1f} µs for an op, for --device this_machine",
     }  # fmt: skip
     for name, value in facts.items():
         out.print(f"[bold]{name:<13}[/bold] {value}", soft_wrap=True)

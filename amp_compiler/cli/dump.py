@@ -63,6 +63,7 @@ def run(
     low: c.WhiteList = [],  # noqa: B006
     fp32: c.BlackList = [],  # noqa: B006
     exclude: c.Exclude = [],  # noqa: B006
+    device: c.Device = None,
     capture: c.Capture = "auto",
     disable: c.Disable = [],  # noqa: B006
     output: c.Output = None,
@@ -78,7 +79,8 @@ def run(
     if summary and (chosen != "text" or diff or against is not None or module is not None):
         raise ArgumentError("--summary is the report of the whole model as text: omit --format, --diff, --against and "
                             "--module.")  # fmt: skip
-    request = c.Request(target, inputs, level, dtype, policy, low, fp32, exclude, graph, capture, tuple(disable))
+    request = c.Request(target, inputs, level, dtype, policy, low, fp32, exclude, graph, capture, tuple(disable),
+                        device)  # fmt: skip
     if diff or against is not None:
         if chosen not in ("text", "json"):
             raise ArgumentError("A difference is text or json; --format html steps through the passes instead.")

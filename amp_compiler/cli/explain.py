@@ -43,6 +43,7 @@ def run(
         Path | None,
         typer.Option("--calibration", metavar="FILE", help="Also state measured ranges.", show_default=False),
     ] = None,
+    device: c.Device = None,
     capture: c.Capture = "auto",
     disable: c.Disable = [],  # noqa: B006
     as_json: c.Json = False,
@@ -56,7 +57,8 @@ def run(
         from ..calibration.calibration import Calibration
 
         measured = Calibration.load(calibration)
-    request = c.Request(target, inputs, level, dtype, policy, low, fp32, exclude, graph, capture, tuple(disable))
+    request = c.Request(target, inputs, level, dtype, policy, low, fp32, exclude, graph, capture, tuple(disable),
+                        device)  # fmt: skip
     found = c.inspect(request, quiet)
     from rich.text import Text
 

@@ -85,4 +85,4 @@ def purpose(step: Pass) -> str:
     """Return the first sentence of the pass's own file, without its name."""
     text = (sys.modules[step.run.__module__].__doc__ or "").strip().split("\n\n")[0]
     _, _, does = " ".join(text.split()).partition(": ")
-    return does.split(". ")[0].rstrip(".")
+    return does.split(". ")[0].rstrip(".").replace("``", "`")

@@ -72,7 +72,7 @@ def run(
     debug: c.Debug = False,
 ) -> None:
     if not evaluate and not data:
-        raise ArgumentError("There is no metric: add --evaluate file.py:function, or --data to compare outputs with fp32.")
+        raise ArgumentError("There is no metric: add --evaluate file.py:function, or --data to compare with fp32.")
     for path in (output, plot, journal):
         if path is not None:
             check_target(path)

@@ -11,9 +11,7 @@ import functools
 import logging
 import os
 import sys
-import warnings
 
-from .errors import AmpWarning
 from .notice import QUIET, SETTING
 
 TOPICS = {
@@ -21,6 +19,12 @@ TOPICS = {
     "casts": "each cast that was added or removed",
     "capture": "what was captured, by which front end, and what was not",
 }
+ALL = "all"
+
+
+def check() -> None:
+    """Raise ``ValueError`` if ``AMP_LOGS`` names something unknown."""
+    _asked(os.environ.get(SETTING, ""))
 
 
 def wants(topic: str) -> bool:
@@ -48,12 +52,6 @@ def _logger(topic: str, setting: str) -> logging.Logger:
 @functools.cache
 def _asked(setting: str) -> frozenset[str]:
     names = frozenset(name for part in setting.split(",") if (name := part.strip().lower()))
-    if "all" in names:
-        return frozenset(TOPICS)
-    for name in sorted(names - {*TOPICS, QUIET}):
-        warnings.warn(
-            f"{SETTING}={setting}: there is no topic {name!r}; topics are {', '.join(TOPICS)}, and {QUIET}.",
-            AmpWarning,
-            stacklevel=4,
-        )
-    return names
+    for name in sorted(names - {*TOPICS, ALL, QUIET}):
+        raise ValueError(f"{SETTING}={setting!r}: {name!r} is not one of: {', '.join((*TOPICS, ALL, QUIET))}.")
+    return frozenset(TOPICS) if ALL in names else names

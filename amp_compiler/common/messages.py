@@ -45,6 +45,27 @@ def nearest_path(pattern: str, paths: Iterable[str]) -> str:
     return suggestion(pattern.rstrip(".*"), known, otherwise=f"Paths look like: {', '.join(known[:4]) or '(none)'}.")
 
 
+def size(nbytes: float) -> str:
+    """Return a number of bytes as people write it.
+
+    >>> size(512), size(2048), size(3_400_000)
+    ('512 B', '2.0 kB', '3.4 MB')
+    """
+    for unit, step in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= step:
+            return f"{nbytes / step:,.1f} {unit}"
+    return f"{nbytes:,.0f} B"
+
+
+def count(number: int, one: str, many: str = "") -> str:
+    """Return a number with its noun: ``1 cast``, ``2 casts``.
+
+    >>> count(1, "cast"), count(2, "cast"), count(2, "bus", "buses")
+    ('1 cast', '2 casts', '2 buses')
+    """
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
 def users_frame() -> int:
     """Return the ``stacklevel`` with which a warning of the caller shows the user's own line, not ours or torch's."""
     return _users(sys._getframe(1))[1]

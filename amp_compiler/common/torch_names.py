@@ -8,6 +8,7 @@ model is called are only renamed here, not wrapped: a wrapper would be one more 
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -40,9 +41,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode as dispatch_
 __all__ = [
     "ConvNd", "HigherOrderOperator", "OpOverload", "OpOverloadPacket", "amp_update_scale_", "below_autograd",
     "collectives", "dispatch_mode", "foreach_add_", "foreach_copy_", "foreach_mul_", "foreach_norm",
-    "foreach_unscale_", "foreach_zero_", "is_any_autocast_enabled", "is_composite", "loads_by_itself", "no_autocast",
-    "pop_function_mode", "profiler_config", "push_function_mode", "pytree", "schema_named", "schema_of", "schemas_of",
-    "unregister", "without_dispatch_modes",
+    "foreach_unscale_", "foreach_zero_", "inside_ddp", "is_any_autocast_enabled", "is_composite", "is_dtensor",
+    "loads_by_itself", "no_autocast", "pop_function_mode", "profiler_config", "push_function_mode", "pytree",
+    "schema_named", "schema_of", "schemas_of", "unregister", "without_dispatch_modes",
 ]  # fmt: skip
 
 # One kernel for a list of tensors. torch's optimizers use them, but there are no public functions for them.
@@ -57,6 +58,18 @@ amp_update_scale_ = torch._amp_update_scale_
 
 # The functional collectives as ops, as they are in a graph; torch.distributed has functions only.
 collectives = torch.ops._c10d_functional
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether a value is a DTensor. Nothing of ``torch.distributed`` is imported for it."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def inside_ddp(module: Any) -> Any:
+    """The model inside of a ``DistributedDataParallel``; None for any other module."""
+    known = sys.modules.get("torch.nn.parallel.distributed")
+    return module.module if known is not None and isinstance(module, known.DistributedDataParallel) else None
 
 
 def schema_of(op: OpOverload) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import math
 import os
 import platform
 import time
@@ -21,6 +22,7 @@ from ..policy import dtype_name
 SIZE = 512  # of the square matrices that are multiplied
 _REPEATS = 3
 _TENSOR_CORES, _BF16, _AMPERE = (7, 0), (8, 0), (8, 0)
+_ON_AMPERE = " On GPUs from A100 on, multiples of 64 are fastest."
 LOW = (torch.float16, torch.bfloat16)
 
 
@@ -154,18 +156,19 @@ def advise(machine: Machine) -> list[str]:
 
 def advise_model(view: GraphView, gpus: Sequence[Gpu] = ()) -> list[str]:
     """Return advice on a model's shapes for tensor cores, from its forward graph."""
-    multiple = 16 if any(g.capability >= _AMPERE for g in gpus) else 8
+    multiple = 8
     products = [(node, sizes) for node in view.nodes if (sizes := _sizes(node, view))]
     odd = [(node, bad) for node, sizes in products if (bad := [s for s in sizes if s % multiple])]
     found = []
+    ampere = any(g.capability >= _AMPERE for g in gpus)
     if odd:
         node, bad = odd[0]
         where = f" in {node.module}" if node.module else ""
         padded = ", ".join(f"{size} to {-(-size // multiple) * multiple}" for size in dict.fromkeys(bad))
         found.append(
-            f"{len(odd)} of {len(products)} products and convolutions have a dimension that isn't a multiple of "
-            f"{multiple}, which tensor cores need for full speed (8 for fp16 and bf16, 16 from A100 on): the first "
-            f"is {node.name} ({node.op}{where}); pad {padded} (the batch, the vocabulary or the channels)."
+            f"{len(odd)} of {len(products)} matrix multiplications and convolutions have a dimension that isn't a "
+            f"multiple of {multiple}, which tensor cores need for full speed: the first is {node.name} "
+            f"({node.op}{where}); pad {padded} (the batch, the vocabulary or the channels).{_ON_AMPERE * ampere}"
         )
     flops = sum(n.flops for n in view.nodes)
     moved = sum(n.nbytes for n in view.nodes if n.kind == "call")
@@ -186,7 +189,10 @@ _INTENSITY = 100
 
 
 def _sizes(node: NodeView, view: GraphView) -> list[int]:
-    """Return M, N, K of a product or the channels of a convolution, without symbolic sizes."""
+    """Return M, N, K of a matrix multiplication or the channels of a convolution, without symbolic sizes.
+
+    All dimensions of the input of a layer but the last are one dimension of the product.
+    """
     if node.kind != "call" or not node.flops or not node.values:
         return []
     given = [_value(view, name) for name in node.inputs]
@@ -196,6 +202,10 @@ def _sizes(node: NodeView, view: GraphView) -> list[int]:
     if "conv" in node.op:
         weight = shapes[1] if len(shapes) > 1 else ()
         sizes: Sequence[int | str] = weight[:2]
+    elif len(shapes) > 1 and len(shapes[1]) <= 2:
+        rows, made = node.values[0].shape[:-1], node.values[0].shape[-1:]
+        known = [s for s in rows if isinstance(s, int)]
+        sizes = (*([math.prod(known)] if len(known) == len(rows) else []), *made, *shapes[0][-1:])
     else:
         sizes = (*node.values[0].shape[-2:], *shapes[0][-1:])
     return [s for s in sizes if isinstance(s, int)]

@@ -134,7 +134,7 @@ class Report(ReportData):
 
 
 def graph_rows(gm: fx.GraphModule, index: int) -> list[Row]:
-    """Return a row for each op of a rewritten graph, without inserted casts and selections of outputs."""
+    """Return a row for each op of a rewritten graph; inserted casts, selections and moves of DTensors have none."""
     rows = []
     for name, inner in ir.all_graphs(gm):
         for node in inner.graph.nodes:
@@ -142,7 +142,7 @@ def graph_rows(gm: fx.GraphModule, index: int) -> list[Row]:
             if node.op != "call_function" or known is None or known.rule in (Rule.INSERTED, Rule.SELECTED):
                 continue
             values = [v for v in ir.tensor_outputs(node) if v is not None]
-            if not values and not ir.is_higher_order(node):
+            if (not values and not ir.is_higher_order(node)) or ir.op_name(node) == ir.PLACED:
                 continue
             rows.append(
                 Row(f"{name}.{node.name}" if name else node.name, ir.op_name(node), ir.module_path(node),

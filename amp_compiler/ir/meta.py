@@ -30,10 +30,15 @@ RESTORED = "amp_restored"  # gm.meta key: the Roles of outputs that a skipped up
 WEIGHTS = "amp_weights"  # gm.meta key: the graph that makes the low copies of weights, once per update
 NAMES = "amp_names"  # gm.meta key: position of each parameter among the forward's inputs -> its name in the model
 BUCKETS = "amp_buckets"  # gm.meta key: the names of the parameters whose gradients are reduced together
+SHARDED = "amp_sharded"  # gm.meta key: place of each divided parameter among the forward's inputs -> its name
+GATHERS = "amp_gathers"  # gm.meta key: the ``Gather`` of each all-gather, in the order in which they start
+SCATTERS = "amp_scatters"  # gm.meta key: the names of the parameters whose gradients are reduce-scattered together
 OF_GRADIENT = "amp_of_gradient"  # node.meta key, True on the cast of a finished gradient before it leaves the graph
 PATH = "amp_path"  # node.meta key on an input that is a parameter or buffer: its path in the model
 ORIGIN = "amp_origin"  # node.meta key of the Origin (see passes/mark_dtype_origin.py)
 SETTLED = "amp_settled"  # gm.meta key: every value is what its op returns, inside of autocast regions too
+PLACED = "amp::placed"  # the op that stands for a call that moves a DTensor (see capture/placed.py)
+LOW_INPUT = "amp_low_input"  # node.meta key on an input whose values another graph of the call made low: their dtype
 WIDE = "amp_wide"  # node.meta key on an input that counts as wide: what made it so (see wide.py)
 
 
@@ -59,7 +64,8 @@ class Decision:
     ``reason`` is for people, ``rule`` is the rule that decided, and ``causes`` names the nodes whose precision, value
     or dtype led to it, the most important first; ``explain`` follows them. ``named``: the new value of the node's own
     dtype argument. ``numbers``: new values of number arguments; ``limit`` says so in words. ``wide``: for each output,
-    what made it wide, or an empty text (see ``wide.py``).
+    what made it wide, or an empty text (see ``wide.py``). ``either``: the rules allow both precisions; noted only where
+    the costs of a device are to choose between them (``passes/place_neutral.py``).
     """
 
     mode: Mode
@@ -74,6 +80,7 @@ class Decision:
     wide: tuple[str, ...] = ()
     causes: tuple[str, ...] = ()
     limit: str = ""
+    either: bool = False
 
 
 def decision(node: fx.Node) -> Decision | None:

@@ -41,8 +41,9 @@ def module_path(node: fx.Node) -> str:
 
 
 def number_calls(gm: fx.GraphModule) -> None:
-    """Write on each op which of its module's calls of that op it is (``node.meta["amp_call"]``), in graph order. A graph
-    that is numbered keeps its numbers, so that they stay those of the captured graph when a pass removes an op."""
+    """Write on each op which of its module's calls of that op it is (``node.meta["amp_call"]``), in graph order. A
+    graph that is numbered keeps its numbers, so that they stay those of the captured graph when a pass removes an
+    op."""
     if any(CALL in node.meta for node in gm.graph.nodes):
         return
     counts: Counter[tuple[str, str]] = Counter()

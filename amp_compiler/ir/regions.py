@@ -24,5 +24,5 @@ class Region:
         if self.kind == "level":
             return "level O0: untouched"
         if self.kind == "precision":
-            return f"precision({dtype_name(self.dtype)!r}) region" if self.dtype else "precision region"
+            return f"precision({dtype_name(self.dtype)!r}) scope" if self.dtype else "precision scope"
         return f"torch.autocast(dtype={self.dtype}) region" if self.dtype else "torch.autocast(enabled=False) region"

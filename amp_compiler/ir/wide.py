@@ -17,7 +17,9 @@ returns: a scalar loss is fp32 whatever it is computed from. White-listed ops ro
 their results are not wide; a cast that follows a dtype (``x.to(y.dtype)``) ends the chain. What is computed from
 constants of the model's code alone is not wide: its values are known, and ``constants`` checks their range.
 
-``Handed`` records the wide values that pieces of one call pass to each other.
+``Handed`` records the wide values that pieces of one call pass to each other, and, where a model is in pieces only
+because of ``torch.distributed``, which of them are low: a value goes from piece to piece in the dtype that the fp32
+model gives it, and the next piece has to treat it as the same graph would.
 """
 
 from __future__ import annotations
@@ -59,17 +61,37 @@ def wide_outputs(gm: fx.GraphModule) -> tuple[str, ...]:
     return tuple(why_wide(value) for value in pytree.tree_leaves(last.args[0]))
 
 
-class WideRule:
-    """The rule for one graph. ``known``: nodes whose values are constants."""
+def _low_outputs(gm: fx.GraphModule) -> list[torch.dtype | None]:
+    """The low dtype in which each output of a graph was computed, if it was cast back for its reader only."""
+    last = next(iter(reversed(gm.graph.nodes)))
+    found: list[torch.dtype | None] = []
+    for value in pytree.tree_leaves(last.args[0]):
+        known = ir.decision(value) if isinstance(value, fx.Node) else None
+        source = ir.cast_source(value) if known is not None and known.rule is Rule.INSERTED else None
+        dtype = ir.dtype_of(source) if isinstance(source, fx.Node) else None
+        found.append(dtype if dtype in ir.LOW_DTYPES else None)
+    return found
 
-    def __init__(self, gm: fx.GraphModule, policy: Policy, known: Container[fx.Node]) -> None:
+
+class WideRule:
+    """The rule for one graph. ``known``: nodes whose values are constants. ``marks``: say which values are wide at
+    levels too that do not keep them, for ``place_neutral``."""
+
+    def __init__(self, gm: fx.GraphModule, policy: Policy, known: Container[fx.Node], *, marks: bool = False) -> None:
         self.policy, self.known = policy, known
         self.applies = any(p.keeps_wide for p in policies_in(gm, policy))
-        self.returned = _returned_scalars(gm) if self.applies else set()
+        self.marks = self.applies or marks
+        self.returned = _returned_scalars(gm) if self.marks else set()
 
     def asks_for_fp32(self, node: fx.Node, args: Iterable[fx.Node], choice: Choice) -> Because | None:
         """Return why ``node`` has to run in fp32; None if the rule does not apply."""
-        if not self.applies or choice.rule is Rule.WHITE_LIST or not policy_at(node, self.policy).keeps_wide:
+        if not self.applies or not policy_at(node, self.policy).keeps_wide:
+            return None
+        return self.would_ask(node, args, choice)
+
+    def would_ask(self, node: fx.Node, args: Iterable[fx.Node], choice: Choice) -> Because | None:
+        """Return the same as at a level that keeps wide values."""
+        if choice.rule is Rule.WHITE_LIST:
             return None
         given = list(args)
         if choice.cls is OpClass.LOW:
@@ -86,7 +108,7 @@ class WideRule:
 
     def noted(self, node: fx.Node, new: Decision) -> Decision:
         """Return the decision on ``node``, extended by which of its results are wide."""
-        why = self._made_wide(node, new) if self.applies and node not in self.known else ""
+        why = self._made_wide(node, new) if self.marks and node not in self.known else ""
         wide = tuple(why if dtype in _WIDE_DTYPES else "" for dtype in new.out)
         return replace(new, wide=wide) if any(wide) else new
 
@@ -160,13 +182,18 @@ class _Calls(threading.local):
     def __init__(self) -> None:
         self.running = 0
         self.found: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+        self.low: dict[int, tuple[weakref.ref[torch.Tensor], torch.dtype]] = {}
 
 
 class Handed:
-    """The wide values that the pieces of the running call have computed so far. It does not keep them alive."""
+    """The wide values that the pieces of the running call have computed so far. It does not keep them alive.
+
+    ``notes_low``: remember low values as well.
+    """
 
     def __init__(self) -> None:
         self._calls = _Calls()
+        self.notes_low = False
 
     @contextlib.contextmanager
     def call(self, given: Any = None) -> Iterator[None]:
@@ -181,6 +208,7 @@ class Handed:
             calls.running -= 1
             if not calls.running:
                 calls.found.clear()
+                calls.low.clear()
 
     def add(self, value: Any, why: str) -> None:
         if isinstance(value, torch.Tensor):
@@ -195,16 +223,30 @@ class Handed:
                 return known[1]
         return ""
 
+    def low(self, value: Any) -> torch.dtype | None:
+        """The low dtype that holds each value of this tensor, by the piece that made it, or the one that it is a view
+        of; None if no piece did."""
+        found = self._calls.low
+        for tensor in (value, value._base) if found and isinstance(value, torch.Tensor) else ():
+            known = found.get(id(tensor))
+            if known is not None and known[0]() is tensor:
+                return known[1]
+        return None
+
     def from_piece(self, graph: fx.GraphModule, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function like ``run``, which runs ``graph``, that also records its wide results."""
+        """``run``, which runs ``graph``, and remembers its wide and low results."""
         places = [(place, why) for place, why in enumerate(wide_outputs(graph)) if why]
-        if not places:
+        low = [(place, dtype) for place, dtype in enumerate(_low_outputs(graph)) if dtype] if self.notes_low else []
+        if not places and not low:
             return run
 
         def call(*args: Any) -> Any:
             results = run(*args)
             for place, why in places:
                 self.add(results[place], why)
+            for place, dtype in low:
+                if isinstance(results[place], torch.Tensor):
+                    self._calls.low[id(results[place])] = (weakref.ref(results[place]), dtype)
             return results
 
         return call

@@ -49,3 +49,17 @@ def graph_fingerprint(gm: fx.GraphModule) -> str:
         )
         lines.append(f"{node.name} = {ir.op_name(node) if node.op == 'call_function' else node.op}: {values}")
     return fingerprint("\n".join(lines))
+
+
+def facts_of(graph: fx.GraphModule) -> dict[str, str]:
+    """What all processes must have alike of a captured forward."""
+    return {"the shapes of the batch": _shapes(graph), "the captured graph": graph_fingerprint(graph)}
+
+
+def _shapes(graph: fx.GraphModule) -> str:
+    """The shapes of the inputs that are not the model's own."""
+    values = [
+        ir.tensor_of(n) for n in graph.graph.nodes
+        if n.op == "placeholder" and not n.meta.get(ir.PARAMETER) and not n.meta.get(ir.PATH)
+    ]  # fmt: skip
+    return " and ".join(str(tuple(map(str, value.shape))).replace("'", "") for value in values if value is not None)

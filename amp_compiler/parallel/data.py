@@ -13,12 +13,15 @@ from torch import Tensor, fx
 
 from .. import ir
 from ..rewrite.reduction import Layout, Reduction
-from .agreement import check_agreement, graph_fingerprint
+from .agreement import check_agreement, facts_of
+from .engine import Engine
 from .spec import DataParallel, process_group
 
 
-class DataEngine:
+class DataEngine(Engine):
     """Averages the gradients of a compiled training step, as a ``DataParallel`` asks for."""
+
+    together = reduces_outside = True
 
     def __init__(self, spec: DataParallel) -> None:
         self.spec, self.group = spec, process_group(spec.mesh_or_group)
@@ -41,7 +44,7 @@ class DataEngine:
     def captured(self, graph: fx.GraphModule, joint: fx.GraphModule) -> None:
         """Called for each graph that reduces: the first fixes the buckets, and all processes must have the same."""
         self.layout = joint.meta[ir.BUCKETS]
-        self._agree({"the shapes of the batch": _shapes(graph), "the captured graph": graph_fingerprint(graph)})
+        self._agree(facts_of(graph))
 
     def broken(self, reason: str) -> None:
         """Called when the step runs in pieces."""
@@ -86,12 +89,3 @@ def _buckets(parameters: Sequence[tuple[str, Tensor]], reduction: Reduction) -> 
         found[-1].append(parameter)
         held += size
     return found
-
-
-def _shapes(graph: fx.GraphModule) -> str:
-    """Return the shapes of the inputs that don't belong to the model."""
-    values = [
-        ir.tensor_of(n) for n in graph.graph.nodes
-        if n.op == "placeholder" and not n.meta.get(ir.PARAMETER) and not n.meta.get(ir.PATH)
-    ]  # fmt: skip
-    return " and ".join(str(tuple(map(str, value.shape))).replace("'", "") for value in values if value is not None)

@@ -3,36 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from ..common.errors import ArgumentError
-from .spec import DataParallel
+from .engine import Engine
+from .shards import is_divided
+from .spec import DataParallel, Sharded
 
-if TYPE_CHECKING:
-    from .data import DataEngine
+#: the passes without which several processes would not compute what one does
+_NEEDED = {
+    DataParallel: {"reduce_gradients": "averages the gradients"},
+    Sharded: {"gather_parameters": "gathers the parameters", "scatter_gradients": "averages the gradients"},
+}
 
 
-def make_engine(parallel: Any, model: nn.Module, disabled: Sequence[str] = ()) -> DataEngine | None:
-    """Return the engine for ``compile_train_step(parallel=...)``; None for a single process. ``disabled``: names of
-    passes."""
+def make_engine(parallel: Any, model: nn.Module, disabled: Sequence[str] = ()) -> Engine:
+    """Return the engine for ``compile_train_step(parallel=...)``. ``disabled``: names of passes."""
     if parallel is None:
-        return None
-    if not isinstance(parallel, DataParallel):
-        raise ArgumentError(f"parallel must be a DataParallel(...) or None, not {type(parallel).__name__}.")
-    if "reduce_gradients" in disabled:
-        raise ArgumentError(
-            "reduce_gradients is what averages the gradients: with parallel=... it cannot be in disable_passes."
-        )
-    _check_plain(model)
+        return Engine()
+    if not isinstance(parallel, (DataParallel, Sharded)):
+        told = type(parallel).__name__
+        raise ArgumentError(f"parallel must be a DataParallel(...), a Sharded(...) or None, not {told}.")
+    for name, does in _NEEDED[type(parallel)].items():
+        if name in disabled:
+            raise ArgumentError(f"{name} is what {does}: with parallel=... it cannot be in disable_passes.")
+    _check_plain(model, but_divided=isinstance(parallel, Sharded))
+    if isinstance(parallel, Sharded):
+        from .sharded import ShardEngine
+
+        return ShardEngine(parallel)
     from .data import DataEngine
 
     return DataEngine(parallel)
 
 
-def _check_plain(model: nn.Module) -> None:
-    """A model that is divided among processes already would be averaged twice."""
+def _check_plain(model: nn.Module, *, but_divided: bool) -> None:
+    """A model that is divided among processes already would be averaged twice. ``but_divided``: one that an earlier
+    step divided may be taken over."""
     from torch.distributed.tensor import DTensor
     from torch.nn.parallel import DistributedDataParallel
 
@@ -44,7 +53,7 @@ def _check_plain(model: nn.Module) -> None:
                 "inside of it (.module), or leave parallel=... out."
             )
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
+        if isinstance(parameter, DTensor) and not (but_divided and is_divided(parameter)):
             raise ArgumentError(
                 f"The parameter {name!r} is a DTensor: the model is sharded already, by fully_shard or "
                 "parallelize_module. Leave parallel=... out."

@@ -41,6 +41,37 @@ class DataParallel:
             raise ArgumentError(f"bucket_mb must be a positive number of MiB, not {self.bucket_mb!r}.")
 
 
+@dataclass(frozen=True)
+class Sharded:
+    """Every process has a part of each parameter, of its gradient, of the optimizer's state, and of the batch.
+
+    The compiled step gathers parameters right before they are used, in low precision where every op reads them so, and
+    averages the gradients such that each process gets its part. The model's parameters become ``DTensor`` parameters,
+    divided by rows, when the step is compiled.
+
+    Args:
+        mesh: The processes that train together: a ``DeviceMesh`` of one dimension, or None for all of them.
+        reshard_after_forward: Free the gathered parameters after the forward and gather them again for the backward.
+            False keeps them in memory in between and halves the number of gathers.
+        reduce_dtype: The dtype in which gradients are averaged. None averages low-precision gradients in fp32; a
+            low-precision dtype halves the traffic.
+
+    Examples:
+        >>> from amp_compiler import Sharded
+        >>> Sharded(reshard_after_forward=False)
+        Sharded(mesh=None, reshard_after_forward=False, reduce_dtype=None)
+    """
+
+    mesh: Any = None
+    reshard_after_forward: bool = True
+    reduce_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        check_reduce_dtype(self.reduce_dtype)
+        if not isinstance(self.reshard_after_forward, bool):
+            raise ArgumentError(f"reshard_after_forward must be True or False, not {self.reshard_after_forward!r}.")
+
+
 def check_reduce_dtype(dtype: Any) -> None:
     """Raise unless ``dtype`` is None or one that gradients can be averaged in."""
     if dtype is not None and dtype not in _REDUCE_DTYPES:

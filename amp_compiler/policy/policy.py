@@ -8,8 +8,9 @@ Precedence, the first that applies wins:
 1. what the model's code says, the innermost first: a ``precision(...)`` scope, a nested ``torch.autocast`` region, a
    module marked by ``set_precision`` (a module called inside a region is inside it; a region in the forward of a
    marked module is inside that module);
-2. rules for single calls (``with_calls``), then ``exclude`` and ``with_modules`` rules, the last matching rule first; a region wins over the rule of a module
-   around it, and the rule of a module that is called in the region wins over the region;
+2. rules for single calls (``with_calls``), then ``exclude`` and ``with_modules`` rules, the last matching rule first;
+   a region wins over the rule of a module around it, and the rule of a module that is called in the region wins over
+   the region;
 3. conditional rules (op, argument, values);
 4. ``white_list`` / ``black_list`` / ``with_ops``;
 5. the op table.

@@ -46,7 +46,7 @@ class Rule(enum.StrEnum):
     # what the values allow
     CONSTANT = "constant", "a constant that the low-precision dtype cannot represent"
     NEUTRAL = "neutral", "computed from constants only"
-    WIDE = "wide", "computed from an fp32 result, or a scalar"
+    WIDE = "wide", "reads a value that is kept in fp32"
     STATE = "state", "a value that is kept between calls"
     IN_PLACE = "in_place", "the tensor that it writes to in place"
     VIEW = "view", "a view of a tensor that is written to in place"
@@ -56,6 +56,9 @@ class Rule(enum.StrEnum):
     FP32_INSIDE = "fp32_inside", "the op table: fp32 inside the kernel"
     FP32_ONLY = "fp32_only", "torch has no low-precision kernel for it"
     STORED_LOW = "stored_low", "a weight that the conversion stores in low precision"
+
+    # what the device says
+    PLACED = "placed", "the costs of ops and casts on the device"
 
     # nodes that contain others, or that passes add
     SELECTED = "getitem", "the op whose output it is"

@@ -14,6 +14,7 @@ import torch.fx
 from torch import nn
 
 from ..common.errors import ArgumentError
+from ..common.torch_names import inside_ddp
 from .dtypes import dtype_name, precision_dtype
 
 ATTRIBUTE = "_amp_precision"
@@ -192,7 +193,10 @@ def modules_of(target: Any) -> dict[str, nn.Module]:
     """Return path -> module for all modules that a model, or a function that calls models, can call. A module with two
     names has two paths."""
     if isinstance(target, nn.Module):
-        return dict(target.named_modules(remove_duplicate=False))
+        named = dict(target.named_modules(remove_duplicate=False))
+        inner = inside_ddp(target)  # "fc" is another name of "module.fc" there
+        own = {} if inner is None else dict(inner.named_modules(remove_duplicate=False))
+        return {**named, **{path: m for path, m in own.items() if path not in named}}
     owner = getattr(target, "__self__", None)
     if isinstance(owner, nn.Module):
         return modules_of(owner)

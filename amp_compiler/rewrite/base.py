@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import torch
 from torch import fx
@@ -19,6 +19,7 @@ from amp_compiler.ir.weights import Weights
 from amp_compiler.policy import Policy
 
 from .reduction import Reduction
+from .sharding import Sharding
 
 
 class Dialect(enum.Enum):
@@ -31,6 +32,30 @@ class Dialect(enum.Enum):
 def words(dialect: Dialect | None) -> str:
     """Return how to name the dialect of a pass or a fact; None stands for either."""
     return dialect.value if dialect is not None else "ATen in either dialect"
+
+
+class Named(Protocol):
+    """Something with a name."""
+
+    @property
+    def name(self) -> str: ...
+
+
+class Costs(Protocol):
+    """What ops and casts cost on a device; ``cost.CostModel`` tells it."""
+
+    @property
+    def device(self) -> Named: ...
+
+    @property
+    def fused(self) -> bool:
+        """True if element-wise ops, casts among them, are part of their neighbours' kernels."""
+
+    def seconds(self, node: fx.Node, dtype: torch.dtype | None = None) -> float: ...
+
+    def backward_seconds(self, node: fx.Node, dtype: torch.dtype | None = None) -> float: ...
+
+    def cast_seconds(self, value: torch.Tensor, to: torch.dtype) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -60,8 +85,14 @@ class Context:
     #: a training step: how its gradients are averaged over processes; None in a single process, and in the graph of a
     #: micro-batch that does not end an update
     reduction: Reduction | None = None
+    #: a training step: how its parameters are divided among processes
+    sharding: Sharding | None = None
     #: a converted model: memory may be spent on fp32 copies of its low weights
     caches_weights: bool = True
+    #: what ops cost on the device that the user named; None if they named none
+    costs: Costs | None = None
+    #: a forward graph: it will be differentiated
+    differentiated: bool = False
     #: what passes want the user to know; the caller warns and puts it into the report
     notes: list[str] = field(default_factory=list)
 
@@ -119,6 +150,8 @@ class Condition:
     #: worded to follow "needs"
     needs: str
     holds: Callable[[Context], bool]
+    #: True if it holds only where a user asks for the pass: a run without it has nothing to tell of the pass
+    asked: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,6 +169,10 @@ class Pass:
     ensures: tuple[Fact, ...]
     run: Callable[[fx.GraphModule, Context], bool]
     when: tuple[Condition, ...] = ()
+
+    def is_asked(self, ctx: Context) -> bool:
+        """False for a pass that somebody has to ask for, and nobody did."""
+        return all(condition.holds(ctx) for condition in self.when if condition.asked)
 
     def unmet(self, ctx: Context) -> str:
         """Return the condition that is not met; "" if the pass applies."""

@@ -12,7 +12,9 @@ ACCUMULATES = Condition("several micro-batches per update", lambda ctx: ctx.accu
 SCALES_LOSS = Condition("a loss scale", lambda ctx: ctx.scales_loss)
 #: torch's partitioner, which decides what is recomputed, accepts functional graphs only
 RECOMPUTES_NOTHING = Condition("a step without activation checkpointing", lambda ctx: not ctx.recomputes)
+KNOWS_COSTS = Condition("a device, whose costs are known", lambda ctx: ctx.costs is not None, asked=True)
 REDUCES = Condition("gradients that several processes share", lambda ctx: ctx.reduction is not None)
+SHARDS = Condition("parameters that are divided among processes", lambda ctx: ctx.sharding is not None)
 #: the sums are reduced in this graph, which adds to them by itself
 ADDS_ONLY = Condition("a micro-batch whose gradients are not reduced", lambda ctx: ctx.reduction is None)
 STORES_LOW = Condition("cast_params", lambda ctx: ctx.weights is None or ctx.weights.store_low)

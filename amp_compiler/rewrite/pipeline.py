@@ -19,7 +19,7 @@ class Pipeline:
 
     ``given``: the facts that hold on the graphs before the first pass. ``switched_off``: names of passes that the user
     has switched off. A pass whose conditions (``Pass.when``) are not met is left out, and so is one that requires a
-    fact that a missing pass would have ensured; its record says why.
+    fact that a missing pass would have ensured; its record says why. A pass that nobody asked for has no record.
     """
 
     passes: tuple[Pass, ...]
@@ -71,7 +71,7 @@ class Pipeline:
         verify(gm, facts, ctx, after, deep=deep)
         ran: list[str] = []
         begun, changed = len(history), False
-        for step in self.passes:
+        for step in (p for p in self.passes if p.is_asked(ctx)):
             note = self._why_not(step, ctx, facts)
             if note:
                 history.append(record(step.name, 0.0, False, gm, graph, history, note, fresh=len(history) == begun))

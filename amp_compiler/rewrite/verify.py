@@ -20,8 +20,11 @@ DEEP = "AMP_VERIFY"
 
 
 def deep_by_default() -> bool:
-    """True if ``AMP_VERIFY=deep`` is set."""
-    return os.environ.get(DEEP, "") == "deep"
+    """True if ``AMP_VERIFY=deep`` is set; unset and empty are False."""
+    asked = os.environ.get(DEEP, "")
+    if asked not in ("", "deep"):
+        raise ValueError(f"{DEEP}={asked!r} is not one of: deep.")
+    return bool(asked)
 
 
 def verify(

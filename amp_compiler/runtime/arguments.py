@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,14 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..common import logs
 from ..common.errors import ArgumentError, PolicyError
 from ..common.messages import nearest_path
+from ..common.torch_names import inside_ddp
+from ..cost.device import Device
+from ..cost.devices import find
 from ..ir.nesting import check_parts
 from ..kernels import capability, cpu, gpu
 from ..passes import order
 from ..policy import DEFAULT_LEVEL, Policy, check_level, check_low_dtype, default_dtype, matches
 from ..policy.ops.names import OpLike
 from ..policy.scopes import modules_of
+from ..rewrite.verify import deep_by_default
 from .options import BACKENDS
 
 
@@ -30,6 +36,7 @@ class Request:
     exclude: tuple[str | type[nn.Module], ...]
     backend: str
     disable_passes: tuple[str, ...]
+    device: Device | None = None
 
     def policy_for(self, model: Any) -> Policy:
         """Return the policy with its low-precision dtype chosen and its module rules resolved in the model."""
@@ -41,6 +48,7 @@ class Request:
 def check_request(
     level: str, dtype: Any, policy: Any, white_list: Iterable[OpLike], black_list: Iterable[OpLike],
     exclude: Iterable[str | type[nn.Module]], backend: str, disable_passes: Iterable[str],
+    device: str | os.PathLike[str] | Device | None = None,
 ) -> Request:  # fmt: skip
     """Check the arguments that decide on precision; raise an error that says what to write instead."""
     if backend not in BACKENDS:
@@ -55,14 +63,29 @@ def check_request(
         raise ArgumentError(f"level={level!r} contradicts the policy's {policy.level!r}: pass only one of them.")
     names = tuple(order.check_names(disable_passes))
     base = (policy or Policy(level, dtype)).with_ops(low=white_list, fp32=black_list)
-    return Request(base, dtype, tuple(_exclusions(exclude)), backend, names)
+    return Request(base, dtype, tuple(_exclusions(exclude)), backend, names, check_device(device, base))
+
+
+def check_device(device: str | os.PathLike[str] | Device | None, policy: Policy) -> Device | None:
+    """The device whose costs decide. Only level "auto" asks them; elsewhere the argument would have no effect."""
+    if device is None:
+        return None
+    found = find(device)
+    if policy.autocast_device is not None or policy.level != "auto":
+        level = f"level {policy.level!r}" if policy.autocast_device is None else "Policy.torch"
+        raise ArgumentError(
+            f"device={device!r} has no effect with {level}: it says what to run in low precision without costs.",
+            hint='Use level="auto" with device=, or leave device out.',
+        )
+    return found
 
 
 def check_environment() -> None:
-    """Check the environment variables that choose kernels: a misspelt one that is only found inside a pass would look
-    like a bug of that pass."""
+    """Check the environment variables: a misspelt one that is only found inside a pass would look like a bug of that
+    pass."""
+    reads = (cpu.setting, gpu.setting, gpu.autotunes, capability.chosen, deep_by_default, logs.check)
     try:
-        for read in (cpu.setting, gpu.setting, capability.chosen):
+        for read in reads:
             read()
     except ValueError as error:
         raise ArgumentError(f"An environment variable is wrong: {error} Correct it, or unset it.") from None
@@ -111,9 +134,13 @@ def _with_excluded(policy: Policy, model: Any, exclude: tuple[str | type[nn.Modu
         if not found:
             raise _no_match(item, modules)
         rules.update(dict.fromkeys(found, "float32"))
-    for pattern, _ in policy.modules:
-        if not any(matches(pattern, path) for path in modules):
+    for pattern, precision in policy.modules:
+        named = [path for path in modules if matches(pattern, path)]
+        if not named:
             raise _no_match(pattern, modules)
+        others = [p for path in named if (p := first[id(modules[path])]) and not matches(pattern, p)]
+        if inside_ddp(model) is not None:
+            rules.update(dict.fromkeys(others, precision))
     for rule in policy.calls:
         if rule.module not in modules:
             message = f"The call rule '{rule}' names the module {rule.module!r}, which the model does not have."

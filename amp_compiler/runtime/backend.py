@@ -13,9 +13,11 @@ from torch import fx
 
 from .. import ir
 from ..capture import dynamo, effects
+from ..capture.wrappers import given_low, has_units
 from ..common.errors import BannedOpError, PolicyError
 from ..common.logs import log
 from ..common.messages import first_line
+from ..common.torch_names import inside_ddp
 from ..inspect.report import cast_totals, graph_rows, kernel_counts
 from ..ir.nesting import has_parts
 from ..passes import order
@@ -36,6 +38,8 @@ class Backend:
     def __init__(self, target: Any, options: Options, state: State) -> None:
         self.target, self.options, self.state = target, options, state
         self.forward = order.build(options.disable_passes).forward
+        self.outermost = "" if inside_ddp(target) is None else "module"  # the path of what a caller calls
+        self.given_low = given_low(target) if options.policy.rewrites else frozenset()
         self.handle: dynamo.Handle | None = None
         self.runs: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] | None = None
 
@@ -75,22 +79,27 @@ class Backend:
         start = time.perf_counter()
         modules = modules_of(self.target)
         paths = paths_of(self.target)
-        graph = lower(gm, example_inputs, self.options.policy, paths)
+        graph = lower(gm, example_inputs, self.options.policy, paths, inside=self.state.running.inside,
+                      given_low=self.given_low)  # fmt: skip
         graph.meta[ir.STATE] = effects.kept_values(gm, example_inputs)
         self.mark_wide(gm, graph, example_inputs)
+        self.mark_low(gm, graph, example_inputs)
         marked = marked_modules(modules)
         alone = self.state.running.inherited
         if alone is not None and alone[1] is not None:
             marked.setdefault(alone[0], alone[1])
         keep = self.options.keep_output_dtypes
         if not keep and self.options.policy.autocast_device is None:  # uncaptured code sees what fp32 code would see
-            keep = not dynamo.returns_to_caller(gm, self.target, outermost=alone is None)
+            keep = not dynamo.returns_to_caller(gm, self.target, outermost=alone is None or alone[0] == self.outermost)
         ctx = Context(
             self.options.policy,
             keep,
             marked,
             self.twin(gm, paths),
             self.around(gm),
+            backend=(backend := resolve_backend(self.options.backend, example_inputs)),
+            costs=self.options.costs(backend),
+            differentiated=torch.is_grad_enabled(),
         )
         history = [record("capture", time.perf_counter() - start, True, graph, "forward", [])]
         log("capture", "Dynamo: graph %d, %d nodes", len(self.state.pieces), len(graph.graph.nodes))
@@ -100,11 +109,29 @@ class Backend:
             self.state.leave(note)
         return graph
 
+    def mark_low(self, gm: fx.GraphModule, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+        """Tell ``assign_precision`` which inputs another piece made low, where one graph would have kept them so."""
+        handed = self.state.handed
+        if not handed.notes_low or self.options.policy.autocast_device is not None:
+            return
+        written = ir.written_nodes(graph.graph)
+        places = [n for n in graph.graph.nodes if n.op == "placeholder"]
+        for number, (place, value) in enumerate(zip(places, example_inputs, strict=False)):
+            if not isinstance(value, torch.Tensor) or place in written:
+                continue
+            if value.dtype in self.given_low:
+                place.meta[ir.LOW_INPUT] = value.dtype
+            elif value.dtype is torch.float32 and not isinstance(value, torch.nn.Parameter):
+                if (dtype := handed.low(value)) is not None:
+                    place.meta[ir.LOW_INPUT] = dtype
+                effects.guard_input(gm, number, handed.low)
+
     def mark_wide(self, gm: fx.GraphModule, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
         """Mark the wide inputs for ``assign_precision``. The same code may be called with an input that is wide once
         and not another time, so Dynamo's guards check that too, unless the whole call is one graph."""
         policy = self.options.policy
-        if policy.autocast_device is not None or not (policy.keeps_wide or has_parts(gm)):
+        looks = policy.keeps_wide or has_parts(gm) or self.options.device is not None
+        if policy.autocast_device is not None or not looks:
             return
         places = [n for n in graph.graph.nodes if n.op == "placeholder"]
         own = {id(b) for m in modules_of(self.target).values() for b in m._buffers.values()}
@@ -152,6 +179,8 @@ class Backend:
 
     def run(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         from ..capture.autodiff import compile_graph
+        from ..capture.placed import restored
+        from ..capture.regather import cast_again_in_backward
 
         piece = Piece(graph, graph_rows(graph, len(self.state.pieces)), cast_totals(graph))
         backend = resolve_backend(self.options.backend, example_inputs)
@@ -162,9 +191,11 @@ class Backend:
             chosen = steps.joint if kind == "joint" else steps.inference
             prepare_kernels(differentiated, self.options.policy, self.options.disable_passes)
             chosen.run(differentiated, ctx, self.state.history, graph=kind, after="autodiff")
+            if kind == "joint" and backend == "eager" and has_units(self.target):
+                cast_again_in_backward(differentiated, example_inputs)
             piece.casts, piece.kernels = cast_totals(differentiated), kernel_counts(differentiated)
 
-        compiled = compile_graph(graph, example_inputs, backend, joint)
+        compiled = compile_graph(restored(graph), example_inputs, backend, joint)
         self.state.pieces.append(piece)
         return compiled
 

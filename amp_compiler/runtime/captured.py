@@ -13,9 +13,11 @@ from typing import Any
 import torch
 
 from ..capture import dynamo
+from ..capture.wrappers import given_low, is_own_break, is_wrapped, units_note
 from ..common.errors import AmpError, AmpWarning, ArgumentError, CaptureError
 from ..common.messages import first_line, users_frame
 from ..common.torch_names import is_any_autocast_enabled
+from ..policy import dtype_name
 from ..policy.scopes import Surroundings, inside_call
 from .backend import Backend
 from .options import Options
@@ -38,6 +40,15 @@ class Captured:
         self._backend = backend or Backend(target, options, state)
         leaves_code = not options.fullgraph and options.policy.rewrites
         self._outside = Uncaptured(target, options, state, self._backend) if leaves_code else None
+        self._wrapped = state.handed.notes_low = is_wrapped(target)
+        if (units := units_note(target)) is not None:
+            state.note(units)
+        for dtype in given_low(target) - {options.policy.low}:
+            low, given = dtype_name(options.policy.low), dtype_name(dtype)
+            state.leave(
+                f"the MixedPrecisionPolicy of fully_shard rounds parameters and inputs to {given}, and ops run in "
+                f"{low}: leave param_dtype out, or ask for dtype=torch.{given} here"
+            )
         self._function, self._dynamic = function, options.dynamic
         self._run = self._compile()
 
@@ -70,7 +81,7 @@ class Captured:
                 state.running.entered = outer
         if Surroundings.now().opened > surroundings.opened and "scope" not in state.warned:
             state.warned.add("scope")
-            why = "; ".join(before.breaks_since()) or "see not_captured in the report"
+            why = "; ".join(reason.in_full() for reason in before.breaks_since()) or "see not_captured in the report"
             state.leave(
                 "a precision scope has a graph break inside it, and Dynamo then runs the function that contains it as "
                 "plain Python: its own ops run in fp32, what it calls inside the scope is compiled for the scope's "
@@ -79,7 +90,8 @@ class Captured:
         if not state.pieces:
             self._nothing_captured(before.skipped_since("raised" in state.warned))
         elif len(state.pieces) > pieces:
-            state.missed(before.breaks_since())
+            breaks = before.breaks_since()
+            state.missed(reason for reason in breaks if not (self._wrapped and is_own_break(reason)))
         if self._outside is not None and self._outside.over_limit:
             self._over_limit(self._outside)
         return result

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ..cost.device import Device
+from ..cost.model import CostModel
 from ..policy import Policy
 
 BACKENDS = ("auto", "eager", "inductor")
@@ -23,6 +25,12 @@ class Options:
     dynamic: bool | None = None
     fullgraph: bool = False
     disable_passes: tuple[str, ...] = ()
+    #: whose costs place neutral ops
+    device: Device | None = None
+
+    def costs(self, backend: str) -> CostModel | None:
+        """What ops cost on the device, if one was named; ``backend``: who runs them."""
+        return CostModel(self.device, fused=backend == "inductor") if self.device is not None else None
 
 
 def resolve_backend(backend: str, inputs: Sequence[Any]) -> str:

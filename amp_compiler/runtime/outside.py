@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture import dynamo, frames
+from ..capture import dynamo, frames, wrappers
 from ..common.torch_names import ConvNd, dispatch_mode
 from ..ir.nesting import compiled_policy
 from ..policy import Policy
@@ -45,7 +45,7 @@ class _Layer:
     module: weakref.ref[nn.Module]
     path: str
     run: Callable[..., Any] | None
-
+    forward: Callable[..., Any] | None = None  # of a module that is or holds a unit of fully_shard, compiled
 
 class Uncaptured:
     """Runs all code of one compiled model that is not captured (``capture.trampolines.Outside``)."""
@@ -55,10 +55,12 @@ class Uncaptured:
         self.policy: Policy = options.policy
         self._layers: dict[int, _Layer] = {}
         self._paths: dict[int, str] = {}
+        self._forwards: set[CodeType] = set()
         self._products = PlainProducts(self.policy, state)
         self._around = self._products.around
         self.watches_disabled = self.over_limit = False
         self._dynamic = options.dynamic
+        self._units = wrappers.has_units(target)
         self._wholly = self.policy.autocast_device if not options.keep_output_dtypes else None
         self.under_autocast = self._wholly is not None
 
@@ -128,13 +130,14 @@ class Uncaptured:
         assert layer.run is not None
         running = self.state.running
         before, running.inherited = running.inherited, (layer.path, self._around.dtype)
+        inside, running.inside = running.inside, None
         try:
             return self.captured(lambda: layer.run(*args, **kwargs) if layer.run is not None else None)
         except Exception as error:
             if not dynamo.is_capture_failure(error):
                 raise
         finally:
-            running.inherited = before
+            running.inherited, running.inside = before, inside
         if compiled_policy(module) is not None:
             path = layer.path
             self.state.note(f"{path} was compiled by itself and is not in these graphs: see its own report()")
@@ -142,7 +145,39 @@ class Uncaptured:
         layer.run = None  # the call itself succeeded, so the module cannot be captured
         return result
 
+    def is_forward(self, code: CodeType) -> bool:
+        return code in self._forwards
+
+    def forward(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[[], Any]
+    ) -> Any:
+        module = args[0] if args else None
+        if not isinstance(module, nn.Module) or not self._runs_by_forward(module):
+            return self.captured(call)
+        layer = self._layer(module)
+        if layer is None:
+            return self.captured(call)
+        if layer.forward is None:
+            layer.forward = dynamo.compile_frame(
+                dynamo.with_code_of_users(function), self.backend, dynamic=self._dynamic, fullgraph=False, outside=self
+            )
+        running = self.state.running
+        before = running.inherited, running.inside
+        if layer.path:
+            running.inherited = (layer.path, self._around.dtype)
+            running.inside = (layer.path, type(module))
+        try:
+            return self.captured(lambda: layer.forward(*args, **kwargs) if layer.forward is not None else None)
+        finally:
+            running.inherited, running.inside = before
+
+    def _runs_by_forward(self, module: nn.Module) -> bool:
+        return self._units and wrappers.has_units(module)
+
     def _as_it_is(self, module: nn.Module, call: Callable[[], Any]) -> Any:
+        if self._runs_by_forward(module) and (code := frames.watch_forward(module)) is not None:
+            self._forwards.add(code)
+            return self.captured(call)
         if frames.forward_is_library(module) or frames.is_disabled(module):
             return self.plain(call)
         frames.look_at_forward(module)
@@ -169,7 +204,7 @@ class Uncaptured:
         if path is None:
             return None
         run = None
-        if path and _is_worth_it(module):
+        if path and not self._runs_by_forward(module) and (self._units or _is_worth_it(module)):
             run = dynamo.compile_frame(
                 module, self.backend, dynamic=self._dynamic, fullgraph=False, error_on_graph_break=True
             )

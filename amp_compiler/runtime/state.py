@@ -43,6 +43,8 @@ class _Running(threading.local):
     def __init__(self) -> None:
         #: (path, dtype) that ``set_precision`` sets around a module that is compiled by itself
         self.inherited: tuple[str, torch.dtype | None] | None = None
+        #: (path, class) of the module whose forward is a frame of its own
+        self.inside: tuple[str, type] | None = None
         self.entered = Surroundings.now()  # the regions around the call
 
 
@@ -59,11 +61,11 @@ class State:
     running: _Running = field(default_factory=_Running)
     handed: Handed = field(default_factory=Handed)  # wide values that pieces of that call returned
 
-    def missed(self, reasons: Iterable[str]) -> None:
+    def missed(self, reasons: Iterable[dynamo.Reason]) -> None:
         """Record graph breaks that no captured graph reports, for example if the code before them had no tensor op."""
         for reason in reasons:
             if not any(reason in known for known in self.not_captured):
-                self.not_captured.append(f"graph break: {reason}{dynamo.remedy(reason)}")
+                self.not_captured.append(f"graph break: {reason.in_full()}")
                 log("capture", "graph break: %s", reason)
 
     def leave(self, text: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..common.errors import CheckpointError
+from ..common.errors import AmpWarning, CheckpointError
+from ..common.messages import users_frame
 from ..common.torch_names import loads_by_itself
-from ..policy import dtype_name
+from ..policy import Policy, dtype_name
+from .fresh import full_state_dict
 from .owner import Owner
 from .scaler_base import LossScaler
 from .window import Window, rng_state, set_rng_state
@@ -36,6 +39,9 @@ class Run:
     scaler: LossScaler | None
     window: Window
     device: torch.device
+    policy: Policy
+    #: of this process, where each has a part of the parameters; None if each has all
+    part: int | None = None
 
 
 def collect(run: Run) -> dict[str, Any]:
@@ -50,7 +56,7 @@ def collect(run: Run) -> dict[str, Any]:
         "model": run.owner.model.state_dict(),
         "loss_fn": run.owner.loss_fn.state_dict() if isinstance(run.owner.loss_fn, nn.Module) else None,
         "others": {name: p.detach() for name, p in run.owner.others().items()},
-        "optimizer": run.owner.optimizer.state_dict(),
+        "optimizer": run.owner.optimizer.state_dict() if run.part is None else full_state_dict(run.owner.optimizer),
         "scaler": None if run.scaler is None else run.scaler.state_dict(),
         "classes": _classes(run),
         "window": {
@@ -62,9 +68,12 @@ def collect(run: Run) -> dict[str, Any]:
             "saved": {name: t.clone() for name, t in window.saved.items()} if waiting else {},
             "gradients": gradients,
         },
-        "rng": rng_state(run.device),
+        "rng": rng_state(run.device) if run.part is None else {f"rank{run.part}": rng_state(run.device)},
+        "policy": {"short": _short(run.policy), "text": run.policy.to_toml()},
     }
-    return {**state, CONTENTS: dict(_contents(state))}
+    if run.part is not None:
+        state["fresh"] = not run.owner.optimizer.state
+    return {**state, CONTENTS: dict(_contents(_common(state)))}
 
 
 def restore(run: Run, state: Any) -> None:
@@ -78,8 +87,11 @@ def restore(run: Run, state: Any) -> None:
     _check_tensors("The optimizer", run.owner.others(), state["others"])
     _check_optimizer(run.owner.optimizer, state["optimizer"])
     _check_window(run, state["window"])
-    _check_rng(state["rng"])
+    rng = _own_rng(run, state["rng"])
+    _check_rng(rng)
     optimizer = copy.deepcopy(state["optimizer"])  # torch would keep using the dictionary's own tensors
+    if state.get("fresh"):
+        optimizer["state"] = {}
     put_back = _Before(run)
     try:
         if run.scaler is not None:
@@ -97,7 +109,27 @@ def restore(run: Run, state: Any) -> None:
         for name, tensor in run.owner.others().items():
             tensor.copy_(state["others"][name])
     _load_window(run, state["window"])
-    set_rng_state(state["rng"], run.device)
+    set_rng_state(rng, run.device)
+    _compare_policies(run.policy, state.get("policy"))
+
+
+def _compare_policies(own: Policy, saved: Mapping[str, str] | None) -> None:
+    """Warn about a run that continues with other numerics. Checkpoints of older releases do not hold their policy."""
+    if saved is None or saved["text"] == own.to_toml():
+        return
+    here, there = _short(own), saved["short"]
+    what = f"{there} there, {here} here" if here != there else f"both {here}, but with other lists or rules"
+    warnings.warn(
+        f"The checkpoint and this step have different policies ({what}): the state is loaded, and the run continues "
+        "with the numerics of this step. Compile the step with the policy of the checkpoint to continue bit for bit.",
+        AmpWarning,
+        stacklevel=users_frame(),
+    )
+
+
+def _short(policy: Policy) -> str:
+    name = "Policy.torch" if policy.autocast_device is not None else f"level {policy.level}"
+    return f"{name}, {dtype_name(policy.low)}"
 
 
 class _Before:
@@ -187,7 +219,7 @@ def _check_whole(state: Any) -> None:
             f"The checkpoint has version {state.get('version')!r}; this amp_compiler reads {VERSION}."
         )
     said = state.get(CONTENTS)
-    found = dict(_contents({key: value for key, value in state.items() if key != CONTENTS}))
+    found = dict(_contents(_common({key: value for key, value in state.items() if key != CONTENTS})))
     if not isinstance(said, Mapping):
         raise CheckpointError(f"The checkpoint is damaged: its table of contents is missing. {_UNCHANGED}")
     paths = dict.fromkeys((*said, *found))
@@ -262,6 +294,18 @@ def _check_window(run: Run, state: Mapping[str, Any]) -> None:
     for name, value in state["saved"].items():
         if name in buffers and (value.shape, value.dtype) != (buffers[name].shape, buffers[name].dtype):
             raise CheckpointError(f"The checkpoint's copy of {name} does not fit the model. {_UNCHANGED}")
+
+
+def _common(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What all processes have alike: random generators that are saved by rank are not."""
+    return {key: value for key, value in state.items() if key != "rng" or not isinstance(value, Mapping)}
+
+
+def _own_rng(run: Run, states: Any) -> Any:
+    """The states of this process, where they are saved by rank; those of another if it had none."""
+    if not isinstance(states, Mapping):
+        return states
+    return states.get(f"rank{run.part or 0}", next(iter(states.values()), ()))
 
 
 def _check_rng(states: Any) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..cost.device import Device
 from ..parallel.engines import make_engine
-from ..parallel.spec import DataParallel
+from ..parallel.spec import DataParallel, Sharded
 from ..policy import Policy
 from ..policy.ops.names import OpLike
 from ..runtime.arguments import check_request
@@ -38,8 +40,9 @@ def compile_train_step(
     max_grad_norm: float | None = None,
     backend: str = "auto",
     disable_passes: Iterable[str] = (),
-    parallel: DataParallel | None = None,
+    parallel: DataParallel | Sharded | None = None,
     return_output: bool = False,
+    device: str | os.PathLike[str] | Device | None = None,
 ) -> TrainStep:
     """Compile a whole training step: forward, loss, backward, loss scaling, clipping and the optimizer.
 
@@ -63,9 +66,10 @@ def compile_train_step(
         max_grad_norm: Clip the unscaled gradients to this norm.
         backend: As for ``amp_compile``.
         disable_passes: As for ``amp_compile``.
-        parallel: How several processes train the model together: ``DataParallel(...)``. None, also for a model
-            that is wrapped already, leaves it to the model.
+        parallel: How several processes train the model together: ``DataParallel(...)`` or ``Sharded(...)``. None, also
+            for a model that is wrapped already, leaves it to the model.
         return_output: Put the model's output into ``result.output``.
+        device: As for ``amp_compile``; the backward counts too.
 
     Returns:
         A ``TrainStep``. Call it with ``inputs`` (a tensor, a tuple of arguments or a dict of keyword arguments) and
@@ -86,14 +90,15 @@ def compile_train_step(
     check_loss_fn(loss_fn)
     check_optimizer(optimizer, model)
     check_numbers(accumulate_steps, max_grad_norm)
-    asked = check_request(level, dtype, policy, white_list, black_list, exclude, backend, disable_passes)
+    asked = check_request(level, dtype, policy, white_list, black_list, exclude, backend, disable_passes, device)
     chosen = asked.policy_for(model)
     # with autocast's own numerics, values between the pieces of a model that breaks the graph stay low
-    options = Options(chosen, backend, chosen.autocast_device is None, disable_passes=asked.disable_passes)
+    options = Options(chosen, backend, chosen.autocast_device is None, disable_passes=asked.disable_passes,
+                      device=asked.device)  # fmt: skip
     scaler = None if "scale_loss" in asked.disable_passes else make_scaler(loss_scaler)
     warn_of_low_parameters(model)
     engine = make_engine(parallel, model, asked.disable_passes)
-    if engine is not None:
+    if engine.together:
         start_together(engine, Owner(model, loss_fn, optimizer), chosen, scaler, accumulate_steps, max_grad_norm)
     own = (scaler, accumulate_steps, max_grad_norm, return_output, engine)
     return TrainStep(model, loss_fn, optimizer, options, *own)

@@ -11,7 +11,8 @@ from torch import Tensor
 from ..capture.dynamo import RECOMPILE_LIMIT_REACHED
 from ..capture.remedies import Reason, remedy
 from ..common.errors import PipelineError, VerifyError
-from ..common.torch_names import pytree
+from ..common.torch_names import inside_ddp, is_dtensor, pytree
+from ..parallel.shards import is_divided
 from .owner import Owner
 from .rerun import undisturbed
 from .window import Batch
@@ -21,13 +22,30 @@ def needs_autograd(owner: Owner, given: Any, *, first: bool) -> str | None:
     """Return why gradients must come from autograd itself, for example because a hook waits for them; None if not."""
     if any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in owner.parameters()):
         return "a parameter has a gradient hook, which only autograd calls"
+    if any(map(_is_users_dtensor, owner.parameters())):
+        return "the parameters are DTensors, whose gradients are exchanged while autograd runs"
     for value in pytree.tree_leaves(given):
         if isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:
             return "an input comes from a computation that needs its gradient"
     for module in owner.modules() if first else ():
+        if inside_ddp(module) is not None:
+            return (
+                "DistributedDataParallel exchanges gradients while autograd runs; the model inside of it, with "
+                "parallel=DataParallel(), makes one graph"
+            )
         if type(module).__module__.startswith(("torch.nn.parallel", "torch.distributed")):
             return f"{type(module).__name__} exchanges gradients while autograd runs"
     return None
+
+
+def is_exchanged_by_autograd(owner: Owner) -> bool:
+    """Whether a wrapper of the user's exchanges gradients: its hooks need autograd, and nothing is lost by it."""
+    return inside_ddp(owner.model) is not None or any(map(_is_users_dtensor, owner.parameters()))
+
+
+def _is_users_dtensor(parameter: Tensor) -> bool:
+    """Whether the user sharded the parameter; what ``parallel=Sharded()`` divides is exchanged inside the graph."""
+    return is_dtensor(parameter) and not is_divided(parameter)
 
 
 def _cause(error: Exception) -> BaseException:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, fx
 
 from .. import ir
 from ..policy import Rule, dtype_name
+from .misfits import Misfits
 from .probe import Probe, Seen, alone_is_finite, is_float, largest
 
 
@@ -35,6 +36,8 @@ class Overflow:
     parameters: tuple[str, ...] = ()  # whose gradients are not finite
     batch: int = 0  # which micro-batch of the update, from 0
     scale: float = 1.0
+    exclude: tuple[str, ...] = ()  # modules to keep in fp32, against all overflows of this batch
+    black_list: tuple[str, ...] = ()  # ops, likewise
 
     def __bool__(self) -> bool:
         return bool(self.phase)
@@ -48,7 +51,8 @@ class Circumstances:
     """What is known apart from the graph. ``names``: id of a tensor → its path in the model. ``finite_unscaled``: with
     a scale of 1 all gradients of the batch are finite. ``changed``: the batch's tensors were written to since it ran.
     ``adapts``: the scale is a dynamic scaler's. ``skipped``: the update was skipped; if False, only the loss was not
-    finite. ``shared``: the gradients are averaged over several processes."""
+    finite. ``shared``: the gradients are averaged over several processes. ``floor``: the smallest scale that the scaler
+    takes. ``misfits``: everything in the batch that does not fit, not only the first value."""
 
     names: Mapping[int, str]
     buffers: frozenset[int]
@@ -60,6 +64,8 @@ class Circumstances:
     adapts: bool = True
     skipped: bool = True
     shared: bool = False
+    floor: float = 1.0
+    misfits: Misfits = field(default_factory=Misfits)
 
 
 ELSEWHERE = (
@@ -93,9 +99,11 @@ def explain(probe: Probe, loss: Tensor, hit: Iterable[str], known: Circumstances
         shown = ", ".join(parameters[:5]) + (f" and {len(parameters) - 5} more" if len(parameters) > 5 else "")
         lines.append(f"  gradients hit: {shown}")
     lines.append(answer.advice)
+    if phase != "input" and (more := known.misfits.advice()):
+        lines.append(more)
     return Overflow(
         "\n".join(lines), answer.phase, answer.op, seen.node.name, answer.module, answer.source, answer.dtype,
-        answer.value, parameters, known.batch, known.scale,
+        answer.value, parameters, known.batch, known.scale, known.misfits.exclude, known.misfits.black_list,
     )  # fmt: skip
 
 
@@ -146,15 +154,16 @@ def _of_op(probe: Probe, phase: str, seen: Seen, known: Circumstances, of: str) 
     name = "" if dtype is None else dtype_name(dtype)
     own = next((dtype_name(t.dtype) for t in _tensors(seen)), name)
     value = seen.value if phase == "forward" else _gradient_kind(probe, seen)
-    made = "gives" if phase == "forward" else "gives in its backward"
-    what = "a custom autograd function" if op == "autograd_function_apply" else op
-    text = f"The first value that is not finite{of}: {what} ({own}) {made} {value}."
+    what = ("a custom autograd function" if op == "autograd_function_apply" else op) + f" ({own})"
+    made = f"{what} gives" if phase == "forward" else f"the backward of {what} gives"
+    text = f"First non-finite value{of}: {made} {value}."
     module = ir.module_path(node)
     if maker is not None and not known.finite_unscaled:
         place, by = ir.module_path(maker.node), ir.op_name(maker.node)
         lists = [f"exclude=['{place}']"] * bool(place) + [f"black_list=['{by}']"] + ["dtype=torch.bfloat16"]
         where = f" (module {place})" if place else ""
-        advice = f"The gradient overflows when it is cast to {name} for {by}{where}: {', or '.join(lists)}."
+        text = f"First non-finite value{of}: the gradient that {what} passes to {by}{where} is {value} in {name}."
+        advice = f"The gradient overflows when it is cast to {name}: {', or '.join(lists)}."
     else:
         advice = _advice(phase, seen, op, module, name, known)
     return _Answer(text, advice, phase, value, op, module, users_line(node), name)
@@ -173,12 +182,12 @@ def _of_cast(probe: Probe, cast: Seen, of: str) -> _Answer:
         advice = "Normalise the data of this batch, or use dtype=torch.bfloat16."
         return _Answer(text, advice, "input", cast.value, dtype=low)
     text = (
-        f"The first value that is not finite{of}: {op} gives up to {largest(maker.result):.3g}, which {low} cannot "
+        f"First non-finite value{of}: {op} gives up to {largest(maker.result):.3g}, which {low} cannot "
         f"hold where {ir.op_name(reader)} reads it."
     )
     place = ir.module_path(reader)
     keep = f"exclude=['{place}'] or " if place else ""
-    advice = f"Keep the reader in fp32: {keep}black_list=['{ir.op_name(reader)}']"
+    advice = f"Keep {ir.op_name(reader)} in fp32: {keep}black_list=['{ir.op_name(reader)}']"
     advice += ", or use dtype=torch.bfloat16." if low == "float16" else "."
     return _Answer(text, advice, "forward", cast.value, op, module, users_line(maker.node), low)
 
@@ -219,6 +228,11 @@ def _advice(phase: str, seen: Seen, op: str, module: str, dtype: str, known: Cir
         return (
             f"With a scale of 1 this batch is finite: the fixed scale of {known.scale:g} is too large. Use a smaller "
             "one, or loss_scaler='dynamic'."
+        )
+    if phase == "backward" and known.finite_unscaled and known.scale > 1 and known.scale <= known.floor:
+        return (
+            f"With a scale of 1 this batch is finite, but the scale of {known.scale:g} is the smallest that the scaler "
+            "may take: lower its min_scale."
         )
     if phase == "backward" and known.finite_unscaled and known.scale > 1:
         return (

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..capture.placed import restored
 from ..common.torch_names import no_autocast
 from ..kernels.unscale import unscale_
 from ..runtime.backend import Backend
@@ -32,9 +33,10 @@ class PieceBackend(Backend):
 
     def run(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         compiled = super().run(graph, example_inputs)
+        with_calls = restored(graph)
 
         def call(*args: Any) -> Any:
-            return self.probe.run(graph, args) if self.probe.looking else compiled(*args)
+            return self.probe.run(with_calls, args) if self.probe.looking else compiled(*args)
 
         return call
 

@@ -50,6 +50,7 @@ class Probe:
     """Runs graphs node by node while ``looking`` is set, and records what it saw."""
 
     looking: bool = False
+    in_fp32: bool = False  # run every op in fp32, whatever was decided
     seen: dict[fx.Node, Seen] = field(default_factory=dict)
     made: dict[int, fx.Node] = field(default_factory=dict)  # id of a tensor -> the node that produced it first
     read_on: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # node -> inputs of other graphs with its value
@@ -59,12 +60,13 @@ class Probe:
     #: runs the graphs instead, for another question (``underflow.py``)
     instead: Callable[[fx.GraphModule, Sequence[Any]], Any] | None = None
 
-    def begin(self) -> None:
+    def begin(self, *, in_fp32: bool = False) -> None:
+        self.in_fp32 = in_fp32
         self.looking, self.seen, self.made, self.read_on, self.gradients = True, {}, {}, {}, 0
 
     def end(self) -> Probe:
         """Stop looking and return what was seen."""
-        done = Probe(False, self.seen, self.made, self.read_on, self.gradients)
+        done = Probe(False, self.in_fp32, self.seen, self.made, self.read_on, self.gradients)
         while self.hooks:
             self.hooks.pop().remove()
         self.looking, self.seen, self.made, self.read_on, self.instead = False, {}, {}, {}, None
@@ -163,7 +165,12 @@ class Watching(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        result = self.run_op(n, args, kwargs)
+        widened = n.op == "call_function" and getattr(self.watcher, "in_fp32", False)
+        if widened and ir.op_name(n) not in _TRANSPARENT:
+            args, kwargs = pytree.tree_map(_widen, (args, kwargs))
+            result = self.call_function(n.target, args, kwargs)
+        else:
+            result = self.run_op(n, args, kwargs)
         if n.op == "placeholder":
             args = (result,)
         if n.op == "placeholder" and is_float(result) and result.is_leaf and result.requires_grad:
@@ -182,6 +189,12 @@ class Watching(fx.Interpreter):
     def inside(self, body: fx.GraphModule, args: Sequence[Any]) -> Any:
         """Run a graph that is inside of this one."""
         return type(self)(body, self.watcher, self.keep).run(*args)
+
+
+def _widen(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.dtype in ir.LOW_DTYPES:
+        return value.float()
+    return torch.float32 if value in ir.LOW_DTYPES and isinstance(value, torch.dtype) else value
 
 
 def is_float(value: Any) -> bool:

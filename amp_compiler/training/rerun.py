@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..kernels.all_finite import all_finite
 from ..policy import dtype_name
+from .misfits import Misfits, misfits
 from .overflow import ELSEWHERE, Circumstances, Overflow, explain
 from .owner import Holder, Owner
 from .probe import Probe
@@ -22,10 +23,12 @@ from .window import Batch, Window, rng_state, set_rng_state
 
 
 def explain_last_update(
-    captured: Callable[..., Any] | None, probe: Probe, owner: Owner, window: Window, adapts: bool, shared: bool
-) -> Overflow:
+    captured: Callable[..., Any] | None, probe: Probe, owner: Owner, window: Window, floor: float | None, shared: bool,
+    whole: Mapping[int, Tensor],
+) -> Overflow:  # fmt: skip
     """Explain why the last update, or its loss, was not finite. ``captured`` runs a batch, through ``probe`` while that
-    is looking; ``adapts``: the scale is a dynamic scaler's; ``shared``: gradients are averaged over several processes.
+    is looking; ``floor``: the smallest scale of a dynamic scaler; ``shared``: several processes average their
+    gradients; ``whole``: id of a sharded parameter -> the whole one that the model holds now.
     """
     batch = next((b for b in window.batches if b.overflowed()), None)
     skipped = batch is not None
@@ -35,23 +38,36 @@ def explain_last_update(
     if batch is None or captured is None:
         return Overflow(_nothing(window))
     scale = 1.0 if window.scale is None else float(window.scale)
-    parameters = [p for p in owner.parameters() if p.requires_grad]
+    parameters = [whole.get(id(p), p) for p in owner.parameters() if p.requires_grad]
     _, plain, _ = _look(captured, probe, owner, window, batch, parameters, 1.0)
     loss, gradients, seen = _look(captured, probe, owner, window, batch, parameters, scale)
     names = {id(tensor): name for name, tensor in {**owner.named_parameters(), **owner.buffers()}.items()}
     hit = [names.get(id(p), "?") for p, ok in zip(parameters, gradients, strict=True) if not ok]
     buffers = frozenset(id(b) for b in owner.buffers().values())
     known = Circumstances(
-        names, buffers, batch.number, window.size, scale, all(plain), batch.changed(), adapts, skipped, shared
-    )
+        names, buffers, batch.number, window.size, scale, all(plain), batch.changed(), floor is not None, skipped,
+        shared, scale if floor is None else floor,
+        Misfits() if all(plain) else _misfits(captured, probe, owner, window, batch, parameters, floor or scale),
+    )  # fmt: skip
     return explain(seen, loss, hit, known)
+
+
+def _misfits(
+    captured: Callable[..., Any], probe: Probe, owner: Owner, window: Window, batch: Batch,
+    parameters: Sequence[Tensor], floor: float,
+) -> Misfits:  # fmt: skip
+    try:
+        _, _, seen = _look(captured, probe, owner, window, batch, parameters, 1.0, in_fp32=True)
+    except Exception:  # an op without an fp32 form, too little memory: the first overflow is known anyway
+        return Misfits()
+    return misfits(seen, floor)
 
 
 def _nothing(window: Window) -> str:
     if any(b.found is not None and bool(b.found) for b in window.batches):
         return "The batch that failed ran before the checkpoint that this run was resumed from; it is not available."
     if not window.batches:
-        return "There is no batch to look at: call explain_overflow() right after the step that was skipped."
+        return "There is no skipped batch to explain: call explain_overflow() right after the step that was skipped."
     return "The last update was not skipped: its loss and all its gradients are finite."
 
 
@@ -77,10 +93,10 @@ def _explain_sum(owner: Owner, window: Window, shared: bool) -> Overflow | None:
 
 def _look(
     captured: Callable[..., Any], probe: Probe, owner: Owner, window: Window, batch: Batch,
-    parameters: Sequence[Tensor], scale: float,
+    parameters: Sequence[Tensor], scale: float, *, in_fp32: bool = False,
 ) -> tuple[Tensor, list[bool], Probe]:  # fmt: skip
     """Run a batch with checks; return the loss, whether each parameter's gradient is finite, and what was seen."""
-    probe.begin()
+    probe.begin(in_fp32=in_fp32)
     try:
         with undisturbed(owner, window.device), torch.enable_grad():
             set_rng_state(batch.rng, window.device)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import weakref
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from ..capture.dynamo import is_capture_failure, with_own_code
+from ..capture.dynamo import is_capture_failure
 from ..common.errors import ArgumentError, CaptureError, PipelineError, VerifyError
 from ..common.torch_names import dispatch_mode
 from ..inspect.report import Report
 from ..kernels.all_finite import all_finite
 from ..kernels.norm import total_norm
+from ..parallel.engine import Engine
+from ..parallel.shards import local_of, without_gradients
 from ..policy import Policy, dtype_name
 from ..rewrite.records import Record
 from ..rewrite.verify import deep_by_default
@@ -27,14 +30,15 @@ from ..runtime.state import State
 from ..runtime.work import Work
 from .arguments import check_optimizer
 from .checkpoint import Run, collect, restore
-from .failures import is_ours, needs_autograd, reason_of, users_mistake
+from .failures import is_exchanged_by_autograd, is_ours, needs_autograd, reason_of, users_mistake
 from .loss_watch import LossWatch
+from .of_batch import loss_function
 from .overflow import Overflow
 from .owner import Owner
 from .pieces import PieceBackend, Pieces
 from .probe import Probe
 from .rerun import explain_last_update
-from .results import Answer, StepResult, detached, split
+from .results import Answer, StepResult, detached
 from .scaler_base import LossScaler
 from .scalers import DynamicLossScaler
 from .stuck import warn_if_stuck
@@ -42,9 +46,6 @@ from .underflow import Underflow, explain_underflow
 from .update import apply_update
 from .whole import WholeStep
 from .window import Batch, Window, multiply_, rng_state
-
-if TYPE_CHECKING:
-    from ..parallel.data import DataEngine
 
 #: the window that a model's gradients belong to; weak, as the step owns it and it may refer back to the model
 _WAITING: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Window]] = weakref.WeakKeyDictionary()
@@ -79,14 +80,14 @@ class TrainStep:
         accumulate_steps: int,
         max_grad_norm: float | None,
         return_output: bool = False,
-        engine: DataEngine | None = None,
+        engine: Engine | None = None,
     ) -> None:
         self.model, self.loss_fn, self._return_output = model, loss_fn, return_output
         self.scaler, self.accumulate_steps, self.max_grad_norm = scaler, accumulate_steps, max_grad_norm
         self._options, self._state, self._probe = options, State(), Probe()
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._window = Window(accumulate_steps, self._device)
-        self._owner, self._engine = Owner(model, loss_fn, optimizer), engine
+        self._owner, self._engine = Owner(model, loss_fn, optimizer), engine or Engine()
         self._whole: Captured | None = None
         self._pieces: Pieces | None = None
         self._loss = torch.full((), float("nan"), device=self._device)  # of the last batch
@@ -153,7 +154,7 @@ class TrainStep:
 
     def _reduce(self) -> None:
         """Average the gradients over the processes, where no graph has done it."""
-        if self._engine is None:
+        if not self._engine.reduces_outside:
             return
         self._engine.reduce_(self._owner.named_trained())
         with torch.no_grad():
@@ -163,7 +164,7 @@ class TrainStep:
         try:
             found = self._run_captured(args, kwargs, targets)
         except Exception as error:
-            if not is_capture_failure(error):
+            if not is_capture_failure(error) or self._engine.part is not None:
                 raise
             mistake = users_mistake(self._function(mark=False), (args, kwargs, targets), self._owner, self._device)
             if mistake is None:
@@ -183,7 +184,8 @@ class TrainStep:
             if reason is None:
                 whole = self._whole or self._capture_whole()
                 try:
-                    found = Answer(*whole(args, kwargs, targets))
+                    with self._engine.stand_ins():
+                        found = Answer(*whole(args, kwargs, targets))
                     self._whole = whole
                     return found
                 except (CaptureError, PipelineError, VerifyError) as error:
@@ -204,8 +206,7 @@ class TrainStep:
         backend = PieceBackend(self.model, self._options, state, self._probe)
         captured = Captured(self._function(mark=False), self.model, self._options, state, backend, wide=_targets)
         pieces = Pieces(captured, self._owner, self._window)
-        if self._engine is not None:
-            self._engine.broken(reason)
+        self._engine.broken(reason)
         try:
             found = pieces(args, kwargs, targets)
         except RuntimeError as error:
@@ -216,26 +217,16 @@ class TrainStep:
                 "a compiled graph cannot do: use your own training loop with torch.autocast and a DynamicLossScaler."
             ) from error
         self._pieces, self._state = pieces, state
-        state.leave(
+        tell = state.note if is_exchanged_by_autograd(self._owner) else state.leave  # that is as the user asked for
+        tell(
             "the training step is not one graph, so it runs in pieces, with backward() and loss scaling outside of "
             f"them: {reason}"
         )
         return found
 
     def _function(self, *, mark: bool) -> Callable[..., Any]:
-        """Return the function to capture: it computes the loss of one batch, what comes with it, and the model's output
-        if ``return_output`` is set."""
-        model, loss_fn, return_output = self.model, self.loss_fn, self._return_output
-
-        def loss_of(args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> Any:
-            output = model(*args, **kwargs)
-            answer = output if loss_fn is None else loss_fn(output, targets)
-            loss, extra = split(answer, from_model=loss_fn is None)
-            if mark and isinstance(loss, torch.Tensor):
-                loss = torch.ops.amp.loss(loss)
-            return loss, extra, output if return_output else None
-
-        return with_own_code(loss_of)  # Dynamo remembers changing sizes per code object
+        divided = self._engine.part is not None
+        return loss_function(self.model, self.loss_fn, mark=mark, output=self._return_output, divided=divided)
 
     def _update(self, loss: Tensor) -> StepResult:
         window = self._window
@@ -268,13 +259,14 @@ class TrainStep:
         return StepResult(loss.detach(), skipped, scale, norm, skipped.logical_not(), finite)
 
     def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self._owner.parameters() if p.grad is not None]
+        return [local_of(p.grad) for p in self._owner.parameters() if p.grad is not None]
 
     def _norm(self) -> Tensor:
-        gradients = self._gradients()
-        if not gradients:
-            return torch.zeros_like(self._one)
-        return total_norm(gradients, self._device, as_torch=self.max_grad_norm is not None)
+        def norm(gradients: Sequence[Tensor]) -> Tensor:
+            as_torch = self.max_grad_norm is not None
+            return total_norm(gradients, self._device, as_torch=as_torch) if gradients else torch.zeros_like(self._one)
+
+        return self._engine.norm([p.grad for p in self._owner.parameters() if p.grad is not None], norm)
 
     # ------------------------------------------------------------------------------------------- looking
 
@@ -327,7 +319,8 @@ class TrainStep:
         """
         self._loss_watch.look()
         lost = any(b.lost() for b in self._window.batches) and bool(all_finite(self._gradients()))
-        if self.scaler is None and not lost:  # the weights may have been updated from what is not finite
+        # without a scaler the weights may have been updated from what is not finite
+        if self.scaler is None and not lost and self._engine.part is None:
             return Overflow("There is no loss scaler, so no gradient is checked: compile with loss_scaler='dynamic'.")
         return self._explain()
 
@@ -344,8 +337,21 @@ class TrainStep:
 
     def _explain(self) -> Overflow:
         captured = self._whole if self._pieces is None else self._pieces.captured
-        adapts = isinstance(self.scaler, DynamicLossScaler)
-        return explain_last_update(captured, self._probe, self._owner, self._window, adapts, self._engine is not None)
+        floor = self.scaler._floor if isinstance(self.scaler, DynamicLossScaler) else None
+        with self._engine.gathered() as whole:
+            given = (self._owner, self._window, floor, self._engine.together, whole)
+            return explain_last_update(captured, self._probe, *given)
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """Give the model whole parameters for a while, to evaluate or export it.
+
+        With ``parallel=Sharded(...)`` a process has a part of each parameter, and the model cannot be called by itself.
+        Inside ``with step.gathered() as model:`` it can; what is written to its parameters there is lost. All processes
+        must enter it together. Without ``Sharded`` the model is as it always is.
+        """
+        with self._engine.gathered():
+            yield self.model
 
     # ------------------------------------------------------------------------------------- checkpointing
 
@@ -368,14 +374,17 @@ class TrainStep:
         restore(self._run_state(), state)
 
     def _run_state(self) -> Run:
-        return Run(self._owner, self.scaler, self._window, self._device)
+        return Run(self._owner, self.scaler, self._window, self._device, self.policy, self._engine.part)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainStep:
         """Return an independent step with copies of model, optimizer and scaler, captured again at its first call."""
         parts = (self.model, self.loss_fn, self.optimizer, self.scaler)
-        model, loss_fn, optimizer, scaler = copy.deepcopy(parts, memo)
+        with without_gradients(self._owner.parameters(), memo):
+            model, loss_fn, optimizer, scaler = copy.deepcopy(parts, memo)
         own = (self.accumulate_steps, self.max_grad_norm, self._return_output)
-        twin = TrainStep(model, loss_fn, optimizer, self._options, scaler, *own, self._engine)
+        owner = Owner(model, loss_fn, optimizer)
+        engine = self._engine.copied(owner.named_parameters(), list(owner.modules()), optimizer)
+        twin = TrainStep(model, loss_fn, optimizer, self._options, scaler, *own, engine)
         memo[id(self)] = twin
         window = self._window
         for name in ("number", "done", "scale", "found", "saved"):

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from ..parallel.engine import Engine
 from ..policy import Policy
 from .owner import Owner
 from .scaler_base import LossScaler
 
-if TYPE_CHECKING:
-    from ..parallel.data import DataEngine
-
 
 def start_together(
-    engine: DataEngine, owner: Owner, policy: Policy, scaler: LossScaler | None, accumulate_steps: int, max_norm: Any
+    engine: Engine, owner: Owner, policy: Policy, scaler: LossScaler | None, accumulate_steps: int, max_norm: Any
 ) -> None:
     """Compare what every process was given, then take over the parameters and buffers of the first one."""
     from ..parallel.agreement import fingerprint
+    from ..parallel.data import DataEngine
+    from ..parallel.sharded import ShardEngine
 
     trained, state = owner.named_trained(), owner.state()
     tensors = {**trained, **state}
@@ -35,4 +35,7 @@ def start_together(
         "the optimizer": type(owner.optimizer).__name__,
         **{f"tensor {i}": text for i, text in enumerate(described)},
     }
-    engine.begin(list(tensors.values()), facts)
+    if isinstance(engine, ShardEngine):
+        engine.begin(list(state.values()), owner.named_parameters(), owner.modules(), owner.optimizer, facts)
+    elif isinstance(engine, DataEngine):
+        engine.begin(list(tensors.values()), facts)

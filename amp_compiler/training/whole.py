@@ -18,6 +18,7 @@ from ..capture.effects import assigned_attributes, input_sources
 from ..common.errors import CaptureError
 from ..common.torch_names import foreach_copy_, no_autocast, pytree
 from ..inspect.report import cast_totals, graph_rows, kernel_counts
+from ..parallel.engine import Engine
 from ..passes import order
 from ..rewrite.base import Context
 from ..runtime.backend import Backend
@@ -30,7 +31,7 @@ from .results import check_loss
 from .window import Window
 
 if TYPE_CHECKING:
-    from ..parallel.data import DataEngine
+    from ..parallel.shards import Shard
 
 #: the sources, as Dynamo writes them, of the arguments of a step's captured function; all other inputs are the model's
 _GIVEN = ("L['args']", "L['kwargs']", "L['targets']")
@@ -40,7 +41,7 @@ class WholeStep(Backend):
     """Turns each graph that Dynamo captures into a callable that runs forward and backward and fills the window."""
 
     def __init__(
-        self, owner: Owner, options: Options, state: State, window: Window, probe: Probe, engine: DataEngine | None
+        self, owner: Owner, options: Options, state: State, window: Window, probe: Probe, engine: Engine
     ) -> None:
         super().__init__(owner.model, options, state)
         self.owner, self.window, self.probe, self.engine = owner, window, probe, engine
@@ -74,17 +75,18 @@ class WholeStep(Backend):
         joint.meta[ir.NAMES] = {
             i: trained[id(given)] for i, given in enumerate(example_inputs) if id(given) in trained
         }
+        shards = self.engine.among(example_inputs)
+        joint.meta[ir.SHARDED] = {i: shard.name for i, shard in shards.items()}
         prepare_kernels(joint, self.options.policy, self.options.disable_passes)
         variants = [self._variant(ir.copy_graph(joint), backend, reduces) for reduces in self._variants()]
         last = variants[-1]
-        if self.engine is not None:
-            self.engine.captured(graph, last.joint)
+        self.engine.captured(graph, last.joint)
         rows = graph_rows(graph, len(self.state.pieces))
         self.state.pieces.append(Piece(graph, rows, cast_totals(last.joint), kernel_counts(last.joint), last.joint))
         constants = {**dict(forward.named_parameters()), **dict(forward.named_buffers())}
         attributes = assigned_attributes()
-        runs = [StepGraph(v.joint, v.weights, names, attributes, constants, self.owner, self.window, backend)
-                for v in variants]  # fmt: skip
+        runs = [StepGraph(v.joint, v.weights, names, attributes, constants, self.owner, self.window, backend,
+                          shards) for v in variants]  # fmt: skip
         if len(runs) > 1:
             runs[-1].share_low_copies(runs[0])
 
@@ -97,7 +99,7 @@ class WholeStep(Backend):
 
     def _variants(self) -> tuple[bool, ...]:
         """Return which joint graphs are needed, by whether they reduce gradients: that of the last micro-batch does."""
-        if self.engine is None:
+        if self.engine.reduction(of_sums=False) is None:
             return (False,)
         return (False, True) if self.window.size > 1 else (True,)
 
@@ -107,7 +109,7 @@ class WholeStep(Backend):
         ctx = Context(
             self.options.policy, self.options.keep_output_dtypes, backend=backend, accumulates=accumulates,
             scales_loss=self.window.scale is not None, recomputes=any("recompute" in n.meta for n in joint.graph.nodes),
-            reduction=self.engine.reduction(of_sums=accumulates) if self.engine is not None and reduces else None,
+            reduction=self.engine.reduction(of_sums=accumulates) if reduces else None, sharding=self.engine.sharding(),
         )  # fmt: skip
         name = "joint, last micro-batch" if reduces and accumulates else "joint"
         steps.step.run(joint, ctx, self.state.history, graph=name, after="autodiff")
@@ -168,7 +170,9 @@ class StepGraph:
         owner: Owner,
         window: Window,
         backend: str,
+        shards: Mapping[int, Shard],
     ) -> None:
+        self.shards = shards
         self.names, self.attributes, self.owner, self.window = names, attributes, owner, window
         self.inputs: list[ir.Role] = [n.meta[ir.ROLE] for n in joint.graph.nodes if n.op == "placeholder"]
         self.outputs: tuple[ir.Role, ...] = joint.meta[ir.ROLE]
@@ -193,6 +197,8 @@ class StepGraph:
         with torch.no_grad(), no_autocast():
             if window.done == 0:
                 window.release(self.owner.parameters())
+            if self.shards:
+                args = [self.shards[i].take() if i in self.shards else given for i, given in enumerate(args)]
             window.begin_sums([args[index] for index in self.sums])
             low = iter(self.low.of(args, window.number) if self.low is not None else ())
             values = [self._value(role, args, low) for role in self.inputs]
@@ -243,6 +249,8 @@ class StepGraph:
         self.window.add(parameters, gradients)
         if written:
             foreach_copy_(written, values)
+        for shard in self.shards.values():
+            shard.give()
         return outputs
 
 

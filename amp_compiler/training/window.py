@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..common.torch_names import foreach_add_, foreach_mul_, foreach_zero_, pytree
+from ..kernels.sharded import local_parts
 
 
 @dataclass
@@ -126,13 +127,13 @@ class Window:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if parameter.grad is None:
                 parameter.grad = _like(gradient, parameter)
-            elif parameter.grad.layout is torch.strided and gradient.layout is torch.strided:
+            elif _are_alike(parameter.grad, gradient):
                 sums.append(parameter.grad)
                 parts.append(gradient)
             else:
                 parameter.grad = parameter.grad + gradient
         if sums:
-            foreach_add_(sums, parts)
+            foreach_add_(local_parts(sums), local_parts(parts))
 
     def hold(self, attributes: Iterable[tuple[dict[str, Any], str]]) -> None:
         """Remember the values of attributes that a micro-batch may assign to."""
@@ -173,6 +174,12 @@ class Window:
                 held.holder[held.key] = old
 
 
+def _are_alike(total: Tensor, gradient: Tensor) -> bool:
+    """Whether one can be added to the other in place: both dense, and shards of the same parts if they are DTensors."""
+    dense = total.layout is torch.strided and gradient.layout is torch.strided
+    return dense and getattr(total, "placements", None) == getattr(gradient, "placements", None)
+
+
 def _like(gradient: Tensor, parameter: Tensor) -> Tensor:
     """Return the gradient with the parameter's strides, as autograd would: torch's fused optimizers rely on them."""
     dense = gradient.layout is torch.strided and parameter.layout is torch.strided
@@ -185,7 +192,7 @@ def multiply_(tensors: Sequence[Tensor], factor: Any) -> None:
     """Multiply all tensors by a number in place, including sparse ones."""
     dense = [t for t in tensors if t.layout is torch.strided]
     if dense:
-        foreach_mul_(dense, factor)
+        foreach_mul_(local_parts(dense), factor)
     for tensor in tensors:
         if tensor.layout is not torch.strided:
             tensor.mul_(factor)

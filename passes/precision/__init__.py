@@ -35,6 +35,9 @@ A number that is the limit of its dtype (``torch.finfo(x.dtype).min``) becomes t
 where the op is low, or where it would otherwise turn into inf or 0 later (``limits.py``). With ``Policy.torch``,
 numbers and dtypes that followed the dtype of a value follow the dtype that it has under autocast.
 
+Where the costs of a device are known, decisions also say whether the rules would allow the other precision
+(``either.py``), for ``place_neutral``.
+
 Requires: normalized. Ensures: assigned. A second run changes nothing.
 """
 

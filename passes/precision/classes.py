@@ -157,6 +157,12 @@ def _checked(at: At, dtype: torch.dtype, reason: str, rule: Rule, causes: tuple[
     return decisions.cast(node, dtype, reason, rule, choice, causes=causes)
 
 
+def allows_low(at: At) -> bool:
+    """True if nothing about the op's kernel and its constants forbids the low dtype."""
+    banned = at.choice.row is not None and bool(at.choice.row.banned)
+    return not banned and _checked(at, at.low, "", at.choice.rule).precision in ir.LOW_DTYPES
+
+
 def _is_empty(node: fx.Node) -> bool:
     value = ir.tensor_of(node)
     return value is not None and any(type(size) is int and size == 0 for size in value.shape)

@@ -12,7 +12,7 @@ from torch import fx
 from amp_compiler import ir
 from amp_compiler.ir import Because, decisions
 from amp_compiler.ir.constants import Held, fits
-from amp_compiler.ir.nesting import policy_at
+from amp_compiler.ir.nesting import policies_in, policy_at
 from amp_compiler.ir.wide import WideRule
 from amp_compiler.policy import Choice, Policy
 from amp_compiler.policy.ops.row import OpClass
@@ -45,7 +45,12 @@ class State:
         self.limits = Limits(ctx, self.by_name, own_limits)
         self.carried = Carried(gm, ctx, self.aliases, self.limits, carried or {})
         self.asked = Asked(self.carried.values)
-        self.wide = WideRule(gm, ctx.policy, self.carried.values)
+        marks = ctx.costs is not None and not self.like_autocast
+        self.wide = WideRule(gm, ctx.policy, self.carried.values, marks=marks)
+        # with a second policy or low dtype in the graph, a change could reach ops that go by other rules
+        alike = len(policies_in(gm, ctx.policy)) == 1 and self.carried.lows == (ctx.policy.low,)
+        #: True if costs are to choose where the rules allow both precisions
+        self.places = marks and alike and not native
         #: nodes that must run in fp32 because of what is later written into their results
         self.needs_fp32: dict[fx.Node, Because] = {}
         #: nodes that create low values into which, as this walk found, a wide value is written

@@ -12,7 +12,7 @@ from amp_compiler.ir import Decision, Mode, decisions
 from amp_compiler.policy import Rule
 from amp_compiler.rewrite.base import Context
 
-from . import limits, writes
+from . import either, limits, writes
 from .autocast import like_autocast
 from .bodies import higher_order
 from .carried import held_by_weights
@@ -73,7 +73,8 @@ def _walk(state: State, inputs: Dtypes | None) -> None:
             out = decisions.traced(node)
             new = Decision(Mode.NATIVE, None, "a constant: keeps its dtype", Rule.INPUT, out=out)
         elif node.op == "call_function":
-            new = state.wide.noted(node, state.limits.applied(node, decide(At(node, state))))
+            at = At(node, state)
+            new = state.wide.noted(node, either.noted(at, state.limits.applied(node, decide(at))))
             if new.rule is Rule.IN_PLACE:
                 writes.note_written(node, new, state)
         else:
@@ -91,6 +92,8 @@ def decide(at: At) -> Decision:
 
 def _input(node: fx.Node, known: torch.dtype | None, state: State) -> Decision:
     out = (known,) if known is not None else decisions.traced(node)
+    if (low := node.meta.get(ir.LOW_INPUT)) is not None:
+        return Decision(Mode.NATIVE, None, "an input that another graph of the call made low", Rule.INPUT, out=(low,))
     new = Decision(Mode.NATIVE, None, "an input: keeps its dtype", Rule.INPUT, out=out)
     why = state.given_wide.get(node) or node.meta.get(ir.WIDE, "")
-    return replace(new, wide=(why,)) if why and state.wide.applies and out == (torch.float32,) else new
+    return replace(new, wide=(why,)) if why and state.wide.marks and out == (torch.float32,) else new

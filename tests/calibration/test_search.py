@@ -36,11 +36,12 @@ FAULTS = {0: "quotient", 2: "activations"}
 def searched():
     model = Planted(4, FAULTS).eval()
     calibration = calibrate(model, [(X, None)])
-    return model, search_policy(model, relative_error(model, X), tolerance=0.01, maximize=False, calibration=calibration)
+    evaluate = relative_error(model, X)
+    return model, search_policy(model, evaluate, tolerance=0.01, maximize=False, calibration=calibration)
 
 
 def test_planted_faults_are_found_in_few_evaluations(searched):
-    model, search = searched
+    _, search = searched
     assert {name for name, _ in search.reasons} == expected(FAULTS)
     assert set(search.blamed) == expected(FAULTS)
     assert search.evaluations <= 12
@@ -214,7 +215,7 @@ def test_an_evaluate_that_raises_loses_nothing(pretended, tmp_path):
         return bad_ops(compiled)
 
     path = tmp_path / "journal.jsonl"
-    with pytest.raises(SearchError, match="ValueError: the data is gone.*6 evaluations are in") as caught:
+    with pytest.raises(SearchError, match=r"ValueError: the data is gone.*6 evaluations are in") as caught:
         search_bad(model, evaluate, journal=path)
     assert isinstance(caught.value.__cause__, ValueError)
     made = compiler.made
@@ -253,7 +254,7 @@ def test_a_journal_of_other_weights(pretended, tmp_path):
     search_bad(model, journal=path)
     with torch.no_grad():
         model.blocks[0].fc.bias += 1
-    with pytest.raises(SearchError, match="another search .its model differ"):
+    with pytest.raises(SearchError, match=r"another search .with another model"):
         search_bad(model, journal=path)
 
 
@@ -294,7 +295,7 @@ def test_an_evaluate_that_replaces_a_parameter(pretended):
 def test_a_noisy_metric(pretended):
     noise = random.Random(0)
     search = search_bad(pretended[0], lambda c: bad_ops(c) + noise.gauss(0, 0.05), budget=200)
-    assert BAD <= {name for name, _ in search.reasons}
+    assert {name for name, _ in search.reasons} >= BAD
     assert len(search.reasons) <= len(BAD) + 2
     assert search.confidence == 0.95
     assert len(search.trials[-1].values) == 5
@@ -303,7 +304,7 @@ def test_a_noisy_metric(pretended):
 
 def test_a_metric_that_is_too_noisy(pretended):
     noise = random.Random(0)
-    with pytest.raises(SearchError, match="varies from run to run.*tolerance of at least"):
+    with pytest.raises(SearchError, match=r"varies from run to run.*tolerance of at least"):
         search_bad(pretended[0], lambda c: noise.gauss(0, 5))
 
 
@@ -367,7 +368,7 @@ def test_wrong_arguments(options, words):
 
 
 def test_what_is_not_a_model():
-    with pytest.raises(ArgumentError, match="module.original"):
+    with pytest.raises(ArgumentError, match=r"module\.original"):
         search_bad(amp_compile(nn.Linear(2, 2)))
     with pytest.raises(ArgumentError, match="not function"):
         search_bad(lambda x: x)

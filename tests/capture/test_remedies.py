@@ -11,7 +11,7 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 
-from amp_compiler import amp_compile, compile_train_step
+from amp_compiler import AmpWarning, amp_compile, compile_train_step, precision
 from amp_compiler.capture.remedies import Reason, remedy
 
 logger = logging.getLogger("my.model")
@@ -94,6 +94,63 @@ def test_a_logger_that_dynamo_does_not_name() -> None:
     advice = remedy(Reason("logging.Logger method not supported\n  something else"))
     assert advice.endswith("add(logger.warning), with the method that the model calls")
     assert remedy("something new") == ""
+
+
+@pytest.mark.parametrize(
+    "line", ["if h.max().item() > 1:", "while float(h) > 0:", "x = x if h.item() else y", "assert int(h) == 2"]
+)
+def test_a_number_in_a_condition_is_a_branch(line: str) -> None:
+    reason = Reason("Unsupported Tensor.item() call", f"model.py:3 in forward: {line}")
+    assert reason.in_full().endswith("torch.where or torch.cond keeps it in one graph")
+    elsewhere = Reason(reason, "model.py:3 in forward: x = h.item() * x if scaled else x")
+    assert elsewhere.in_full().endswith("capture_scalar_outputs = True")
+
+
+class Branch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 2
+        largest = x.max().item()
+        if largest > 1:
+            x = x + 1
+        return x
+
+
+def test_a_captured_number_in_a_condition_has_a_remedy_too() -> None:
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        (told,) = not_captured(Branch())
+    assert re.search(r"in forward: if largest > 1:\): .*torch\.where or torch\.cond", told)
+
+
+class Scoped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with precision("float32"):
+            x = self.layer(x)
+            print("a value")
+        return x
+
+
+def test_a_break_inside_a_scope_names_its_line() -> None:
+    torch._dynamo.reset()
+    fast = amp_compile(Scoped(), dtype=torch.bfloat16, backend="eager")
+    with pytest.warns(AmpWarning, match=r"The break: .*test_remedies\.py:\d+ in forward: print\(\"a value\"\)"):
+        fast(torch.ones(2, 4))
+    (told,) = fast.report().not_captured
+    assert re.search(r"test_remedies\.py:\d+ in forward: print\(\"a value\"\)\): the model prints", told)
+
+
+def prints_an_object(x: Tensor) -> None:
+    print("a value", iter([x]))
+
+
+def test_what_cannot_be_printed_later_has_a_remedy() -> None:
+    config = torch._dynamo.config
+    with config.patch(reorderable_logging_functions={*config.reorderable_logging_functions, print}):
+        (told,) = not_captured(Model(prints_an_object, looped=False))
+    assert "only tensors, constants and formatted strings of them can be printed" in told
 
 
 def test_a_training_step_that_runs_in_pieces_says_so_too() -> None:

@@ -16,9 +16,9 @@ import pytest
 import torch
 from typer.testing import Result
 
-from amp_compiler.cli import calibrate, convert, doctor, dump, explain, passes, search
+from amp_compiler.cli import calibrate, convert, doctor, dump, explain, ops, passes, predict, search
 
-COMMANDS = (dump, explain, calibrate, convert, search, passes, doctor)
+COMMANDS = (dump, explain, ops, predict, calibrate, convert, search, passes, doctor)
 EXAMPLES = [example for command in COMMANDS for example in command.EXAMPLES]
 ROOT = Path(__file__).parents[2]
 
@@ -117,7 +117,7 @@ def test_the_examples_of_the_help_texts_run(example: str, run: Callable[..., Res
     assert program == "amp-compiler"
     done = run(*args)
     assert done.exit_code == 0, done.output
-    for flag in ("-o", "--onnx"):
+    for flag in ("-o", "--onnx", "--plot"):
         if flag in args:
             assert (user_folder / args[args.index(flag) + 1]).stat().st_size > 0
 
@@ -140,3 +140,17 @@ def test_the_version_and_completion(run: Callable[..., Result]) -> None:
 
     assert run("--version").output.strip() == f"amp-compiler {__version__}"
     assert "--install-completion" in run("--help").output
+
+
+def test_ops_tells_class_and_reason(run: Callable[..., Result]) -> None:
+    done = run("ops", "softmax", "aten.gelu", "native_layer_norm_backward", "--json")
+    rows = json.loads(done.stdout)
+    assert [row["class"] for row in rows] == ["fp32", "follow", "fp32"]
+    assert rows[0]["fp32_inside"]
+    assert "overflows" in rows[0]["reason"]
+    text = run("ops", "--quiet").stdout
+    assert {"linear", "exp", "relu", "LOW", "FP32", "EXACT"} <= set(text.split())
+    wrong = run("ops", "sofmax")
+    assert wrong.exit_code == 2
+    assert "Did you mean 'softmax'" in wrong.output
+    assert json.loads(run("ops", "bernoulli", "--json").stdout)[0]["class"] == "keep"

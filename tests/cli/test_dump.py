@@ -89,6 +89,19 @@ def test_lists_and_passes_by_option(run: Run) -> None:
     assert passes["mark_dtype_origin"]["note"] == "switched off"
 
 
+def test_a_device_places_neutral_ops(run: Run) -> None:
+    found = json_of(run, "model.py:make", "--level", "auto", "--device", "a100_80", "--graph", "joint")
+    rows = {r["node"]: r for r in found["rows"]}  # type: ignore[attr-defined]
+    assert rows["gelu"]["rule"] == "placed"
+    assert rows["gelu"]["reason"].startswith("on a100_80 float32 would cost ")
+    assert rows["layer_norm"]["rule"] == "table"
+    assert "place_neutral" in [p["name"] for p in found["passes"]]  # type: ignore[attr-defined]
+    told = run("explain", "model.py:make", "--level", "auto", "--device", "a100_80", "--op", "gelu", "-q")
+    assert "the costs of ops and casts on the device" in " ".join(told.stdout.split()), told.output
+    broken = json_of(run, "model.py:breaks", "--level", "auto", "--device", "a100_80")
+    assert "place_neutral" in [p["name"] for p in broken["passes"]]  # type: ignore[attr-defined]
+
+
 def test_a_converted_model(run: Run, user_folder: Path) -> None:
     assert run("convert", "model.py:make", "-o", "shown.pt2", "--dtype", "float16", "-q").exit_code == 0
     stored = json_of(run, "shown.pt2")
@@ -100,6 +113,7 @@ def test_a_converted_model(run: Run, user_folder: Path) -> None:
     assert runs["graph"] == "inference"
     assert run("dump", "shown.pt2", "--graph", "joint").exit_code == 2
     assert run("dump", "shown.pt2", "--fp32", "linear").exit_code == 2
+    assert run("dump", "shown.pt2", "--device", "a100_80").exit_code == 2
     assert run("explain", "shown.pt2", "--op", "softmax", "-q").exit_code == 0
 
 

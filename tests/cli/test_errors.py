@@ -32,6 +32,8 @@ WRONG = {
     "bad graph": (["dump", "model.py:make", "--graph", "back"], "choose one of forward, inference, joint"),
     "bad pass": (["dump", "model.py:make", "--after", "fold"], "There is no stage 'fold'"),
     "bad module": (["dump", "model.py:make", "--module", "block.0"], "Did you mean 'blocks.0'?"),
+    "bad device": (["dump", "model.py:make", "--level", "auto", "--device", "a100_8"], "Did you mean 'a100_80'"),
+    "a device and a level": (["dump", "model.py:make", "--device", "t4"], "has no effect with level 'O2'"),
     "bad op": (["dump", "model.py:make", "--fp32", "softmx"], "softmax"),
     "no policy": (["dump", "model.py:make", "--policy", "no.toml"], "cannot be read"),
     "a difference as a picture": (["dump", "model.py:make", "--diff", "-f", "dot"], "A difference is text or json"),

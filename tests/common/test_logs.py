@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from amp_compiler import AmpWarning, amp_compile
+from amp_compiler import amp_compile
 from amp_compiler.common.logs import TOPICS, log, wants
 
 
@@ -45,7 +45,7 @@ def test_nothing_is_said_unasked(capfd: pytest.CaptureFixture[str], monkeypatch:
 
 def test_an_unknown_topic_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AMP_LOGS", "capture-typo")
-    with pytest.warns(AmpWarning, match=r"no topic 'capture-typo'; topics are passes, casts, capture, and quiet"):
+    with pytest.raises(ValueError, match=r"'capture-typo' is not one of: passes, casts, capture, all, quiet\."):
         wants("capture")
 
 

@@ -699,10 +699,20 @@ def test_wrong_arguments(call, says):
         call()
 
 
-@pytest.mark.parametrize("name", ["AMP_CPU_KERNELS", "AMP_GPU_KERNELS", "AMP_CPU_CAPABILITY"])
-def test_a_wrong_environment_variable_is_told_before_anything_runs(name, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("AMP_CPU_KERNELS", "auto, native, wide, python"),
+        ("AMP_GPU_KERNELS", "triton, torch"),
+        ("AMP_CPU_CAPABILITY", "native, avx512, avx2, baseline"),
+        ("AMP_CUDA_AUTOTUNE", "0, 1"),
+        ("AMP_VERIFY", "deep"),
+        ("AMP_LOGS", "passes, casts, capture, all, quiet"),
+    ],
+)
+def test_a_wrong_environment_variable_is_told_before_anything_runs(name, values, monkeypatch):
     monkeypatch.setenv(name, "fastest")
-    with pytest.raises(ArgumentError, match=f"{name}='fastest' is not one of: .*unset it"):
+    with pytest.raises(ArgumentError, match=f"{name}='fastest'.* is not one of: {values}\\. Correct it, or unset it"):
         amp_compile(linear())
     monkeypatch.setenv(name, "")  # as in a shell script that clears it
     fast = amp_compile(linear())

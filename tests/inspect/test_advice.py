@@ -52,3 +52,25 @@ def test_times_are_told_against_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(advice, "_best", lambda run, device: next(seconds))
     assert [s.of_fp32 for s in advice.look().speeds] == [1.0, 2.0, 1.5]
+
+
+def padding(model: torch.nn.Module, *shape: int, gpus: tuple[advice.Gpu, ...] = ()) -> list[str]:
+    fast = amp_compile(model, dtype=torch.bfloat16, backend="eager")
+    fast(torch.ones(*shape))
+    view = fast.history[-1].view
+    return [text for text in advice.advise_model(view, gpus) if "multiple" in text]
+
+
+def test_a_layer_multiplies_all_rows_of_its_input_at_once() -> None:
+    """[4, 12, 24] is 48 rows, so that 12 is no dimension of the product."""
+    assert padding(torch.nn.Linear(24, 24), 4, 12, 24) == []
+    (told,) = padding(torch.nn.Linear(24, 24), 3, 3, 24)
+    assert "pad 9 to 16 (" in told
+
+
+def test_channels_are_padded_and_newer_gpus_are_told_more() -> None:
+    (told,) = padding(torch.nn.Linear(24, 10), 8, 24, gpus=(advice.Gpu("A100", (8, 0), 0),))
+    assert "pad 10 to 16 (" in told
+    assert told.endswith("multiples of 64 are fastest.")
+    (told,) = padding(torch.nn.Linear(24, 10), 8, 24, gpus=(advice.Gpu("V100", (7, 0), 0),))
+    assert "64" not in told

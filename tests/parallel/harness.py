@@ -7,6 +7,7 @@ A module of cases has ``CASES``, name -> function without arguments; what a func
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import importlib
 import json
 import os
@@ -28,7 +29,8 @@ def results(module: str, world: int, names: Sequence[str]) -> dict[str, list[Any
     """Case -> what it returned in each rank, from one run for all test processes that ask for the same cases."""
     root = Path(tempfile.gettempdir()) / f"amp-parallel-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
     root.mkdir(exist_ok=True)
-    found = root / f"{module}-{world}-{'zoo' if len(names) > 40 else len(names)}.json"
+    cases = hashlib.sha256("\n".join(names).encode()).hexdigest()[:12]
+    found = root / f"{module}-{world}-{cases}.json"
     with (root / f"{found.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not found.exists():

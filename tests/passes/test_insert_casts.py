@@ -318,3 +318,35 @@ def test_a_cast_that_comes_out_empty_still_says_what_the_model_gives() -> None:
     gm = prepared(pre_dispatch(fn, torch.randn(2, 4), torch.randn(3, 4)), context("O2", BF16), until="insert_casts")
     check_pass(PASS, gm, context("O2", BF16))
     assert [v.dtype for v in gm(torch.randn(2, 4), torch.randn(3, 4))] == [BF16, BF16]
+
+
+# ------------------------------------------------------------------------------- inputs that another graph made low
+
+
+def with_low_input(fn: Any, *inputs: Any, ctx: Context) -> torch.fx.GraphModule:
+    gm = pre_dispatch(fn, *inputs)
+    next(iter(gm.graph.nodes)).meta[ir.LOW_INPUT] = BF16
+    return prepared(gm, ctx, until="insert_casts")
+
+
+def test_an_input_that_another_graph_made_low_is_low_here() -> None:
+    """As in one graph, what follows it is low; the cast gives back the values that it had there."""
+    ctx = context("O2")
+    gm = with_low_input(lambda x: torch.relu(x) * 2, X.to(BF16).float(), ctx=ctx)
+    check_pass(PASS, gm, ctx, inputs=[X.to(BF16).float()], reference=lambda x: (torch.relu(x.to(BF16)) * 2).float(),
+               modified=True, expected_text="""
+        input x_1: f32[2, 4]
+        x_1_low: bf16[2, 4] = cast(x_1, bf16)
+        relu: bf16[2, 4] = relu(x_1_low)
+        mul: bf16[2, 4] = mul.Tensor(relu, 2)
+        mul_f32: f32[2, 4] = cast(mul, f32)
+        return mul_f32
+        """)  # fmt: skip
+
+
+def test_an_input_that_counts_as_low_is_widened_for_an_fp32_op() -> None:
+    ctx = context("O1")
+    x = X.to(BF16).float()
+    gm = with_low_input(lambda x: torch.softmax(x, -1), x, ctx=ctx)
+    check_pass(PASS, gm, ctx, inputs=[x], reference=lambda x: torch.softmax(x, -1), modified=True)
+    assert gm.graph.find_nodes(op="call_function", target=torch.ops.aten.softmax.int)[0].meta["val"].dtype is F32

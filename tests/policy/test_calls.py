@@ -8,7 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from amp_compiler import ArgumentError, CallRule, Policy, PolicyError, UnknownOpError, amp_compile, convert_model, precision
+from amp_compiler import (
+    ArgumentError,
+    CallRule,
+    Policy,
+    PolicyError,
+    UnknownOpError,
+    amp_compile,
+    convert_model,
+    precision,
+)
 
 FP16 = torch.float16
 

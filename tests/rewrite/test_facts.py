@@ -16,6 +16,8 @@ from torch._subclasses import FakeTensorMode
 from amp_compiler import ir
 from amp_compiler.common.errors import VerifyError
 from amp_compiler.common.torch_names import collectives
+from amp_compiler.cost.devices import find as find_device
+from amp_compiler.cost.model import CostModel
 from amp_compiler.ir import Origin
 from amp_compiler.kernels import cpu
 from amp_compiler.passes import (
@@ -25,17 +27,22 @@ from amp_compiler.passes import (
     fold_views,
     freeze_parameters,
     fuse_cast_matmul,
+    gather_parameters,
     hoist_weight_casts,
     lower_kernels,
     order,
+    place_neutral,
     reduce_gradients,
     reduce_in_place,
     scale_loss,
+    scatter_gradients,
     unscale_in_place,
 )
+from amp_compiler.policy import Rule
 from amp_compiler.rewrite import facts
 from amp_compiler.rewrite.base import Context, Pass
 from amp_compiler.rewrite.reduction import Reduction
+from amp_compiler.rewrite.sharding import Sharding
 from amp_compiler.rewrite.verify import verify
 from conversion_helpers import Weighted
 from helpers import BF16, aten, context, find, functional, ops, pre_dispatch, prepared, step_graph
@@ -43,7 +50,9 @@ from helpers import BF16, aten, context, find, functional, ops, pre_dispatch, pr
 X, W, ROWS = torch.randn(2, 4), torch.randn(4, 4), torch.randn(3, 4)
 IMAGE, FILTER = torch.randn(1, 2, 4, 4, dtype=BF16), torch.randn(2, 2, 3, 3, dtype=BF16)
 CTX = context("O1")
+AUTO = dataclasses.replace(context("auto"), costs=CostModel(find_device("a100_80")))
 SHARED = dataclasses.replace(CTX, reduction=Reduction("a group", 2))
+DIVIDED = dataclasses.replace(CTX, sharding=Sharding(Reduction("a group", 2, bucket_bytes=0), 0))
 Graph = Callable[[], fx.GraphModule]
 
 
@@ -96,6 +105,14 @@ def forward(until: str) -> Graph:
     return lambda: prepared(pre_dispatch(model, X, W), CTX, until=until)
 
 
+def placed() -> fx.GraphModule:
+    """Neutral ops before and behind an fp32 one, and an op of several results, placed by costs."""
+    gm = pre_dispatch(lambda x, w: ((F.linear(x, w) + x).exp() * 2).split(1), X, W)
+    prepared(gm, AUTO, until="insert_casts")
+    assert place_neutral.PASS.run(gm, AUTO)
+    return gm
+
+
 def step(*passes: Pass) -> Graph:
     """A training step's graph: a linear layer in bf16, and the passes that ran on it."""
 
@@ -105,6 +122,20 @@ def step(*passes: Pass) -> Graph:
         gm.meta[ir.NAMES] = {0: "weight"}
         for pass_ in passes:
             pass_.run(gm, SHARED if pass_.name.startswith("reduce_") else CTX)
+        return gm
+
+    return made
+
+
+def divided(*passes: Pass) -> Graph:
+    """The graph of a step whose backward reads its weight, and the passes that ran on it."""
+
+    def made() -> fx.GraphModule:
+        w = nn.Parameter(W.clone())
+        gm = step_graph(lambda w, x: ((x.to(BF16) @ w.to(BF16)).tanh() @ w.to(BF16)).float().sum(), w, ROWS)
+        gm.meta[ir.SHARDED] = {0: "weight"}
+        for pass_ in passes:
+            pass_.run(gm, DIVIDED)
         return gm
 
     return made
@@ -157,6 +188,18 @@ def forget_a_reason(gm: fx.GraphModule) -> None:
     ir.amend(find(gm, "exp"), reason="")
 
 
+def round_what_exp_made(gm: fx.GraphModule) -> None:
+    ir.amend(find(gm, "mul"), precision=BF16, rule=Rule.PLACED, either=True)
+
+
+def place_what_is_fixed(gm: fx.GraphModule) -> None:
+    ir.amend(find(gm, "exp"), rule=Rule.PLACED)
+
+
+def give_another_dtype(gm: fx.GraphModule) -> None:
+    ir.amend(find(gm, "getitem"), out=(BF16,))
+
+
 def drop_a_cast(gm: fx.GraphModule) -> None:
     (linear,) = ops(gm, "linear")
     linear.args = (ir.cast_source(linear.args[0]), linear.args[1])
@@ -198,6 +241,52 @@ def wait_for_nothing(gm: fx.GraphModule) -> None:
     gm.graph.erase_node(wait)
 
 
+def keep_the_flag_to_itself(gm: fx.GraphModule) -> None:
+    last = next(iter(reversed(gm.graph.nodes)))
+    *others, found = last.args[0]
+    last.args = ((*others, found.args[0].args[0]),)
+
+
+def give_whole_gradients(gm: fx.GraphModule) -> None:
+    (sent,) = ops(gm, "_c10d_functional::reduce_scatter_tensor")
+    sent.target, sent.args = collectives.all_reduce.default, (sent.args[0], "sum", "a group")
+    last = next(iter(reversed(gm.graph.nodes)))
+    (gradient,) = [n for role, n in zip(gm.meta[ir.ROLE], last.args[0], strict=True) if role.kind == "gradient"]
+    gradient.meta["val"] = sent.args[0].meta["val"]
+
+
+def gather_wide(gm: fx.GraphModule) -> None:
+    """Put the cast of each gather behind it."""
+    for gather in ops(gm, "_c10d_functional::all_gather_into_tensor"):
+        cast, (wait,) = gather.args[0], gather.users
+        gather.args = (cast.args[0], *gather.args[1:])
+        with gm.graph.inserting_after(wait):
+            again = gm.graph.call_function(aten._to_copy.default, (wait,), {"dtype": BF16})
+        again.meta["val"] = wait.meta["val"]
+        for node in (gather, wait):
+            node.meta["val"] = ir.retype(node.meta["val"], torch.float32)
+        wait.replace_all_uses_with(again, delete_user_cb=lambda user, again=again: user is not again)
+
+
+def keep_what_the_forward_gathered(gm: fx.GraphModule) -> None:
+    first, second = ops(gm, "_c10d_functional::wait_tensor")
+    second.replace_all_uses_with(first)
+
+
+def use_the_rows(gm: fx.GraphModule) -> None:
+    (rows,) = [n for n in gm.graph.nodes if n.op == "placeholder" and n.meta[ir.ROLE] == ir.Role("primal", 0)]
+    with gm.graph.inserting_before(next(iter(reversed(gm.graph.nodes)))):
+        gm.graph.call_function(aten.exp.default, (rows,))
+
+
+def never_wait(gm: fx.GraphModule) -> None:
+    wait = ops(gm, "_c10d_functional::wait_tensor")[0]
+    wait.replace_all_uses_with(wait.args[0])
+    gm.graph.erase_node(wait)
+
+
+_SCATTERED = divided(scale_loss.PASS, scatter_gradients.PASS)
+_GATHERED = divided(fold_casts.PASS, gather_parameters.PASS)
 CASES = [
     Case("captured", lambda: pre_dispatch(model, X, W), lambda: fx.symbolic_trace(lambda x: x.relu()), "an ATen call"),
     Case(
@@ -209,6 +298,9 @@ CASES = [
         damaged(lambda: pre_dispatch(lambda x: x.double(), X), follow_fp64), "said to follow a dtype",
     ),
     Case("assigned", forward("insert_casts"), damaged(forward("insert_casts"), forget_a_reason), "no reason"),
+    Case("placed", placed, damaged(placed, round_what_exp_made), "rounds the fp32 result of exp", ctx=AUTO),
+    Case("placed", placed, damaged(placed, place_what_is_fixed), "the rules leave it no choice", ctx=AUTO),
+    Case("placed", placed, damaged(placed, give_another_dtype), "not what its source gives", ctx=AUTO),
     Case("cast", forward(""), damaged(forward(""), drop_a_cast), "runs in torch.bfloat16"),
     Case("frozen", lambda: FROZEN.gm, lambda: WEIGHTED.gm, "rounds the weight w each time", ctx=WEIGHTED.ctx),
     Case(
@@ -266,6 +358,14 @@ CASES = [
         "reduced", step(scale_loss.PASS, reduce_gradients.PASS),
         damaged(step(scale_loss.PASS, reduce_gradients.PASS), wait_for_nothing), "nothing waits for",
     ),
+    Case("scattered", _SCATTERED, divided(scale_loss.PASS), "reduced 0 times", ctx=DIVIDED),
+    Case("scattered", _SCATTERED, damaged(_SCATTERED, keep_the_flag_to_itself), "of this process alone", ctx=DIVIDED),
+    Case("scattered", _SCATTERED, damaged(_SCATTERED, give_whole_gradients), "this process has", ctx=DIVIDED),
+    Case("gathered", _GATHERED, divided(fold_casts.PASS), "as if they were all", ctx=DIVIDED),
+    Case("gathered", _GATHERED, damaged(_GATHERED, use_the_rows), "as if they were all", ctx=DIVIDED),
+    Case("gathered", _GATHERED, damaged(_GATHERED, gather_wide), "gathered wide", ctx=DIVIDED),
+    Case("gathered", _GATHERED, damaged(_GATHERED, keep_what_the_forward_gathered), "gathered for the", ctx=DIVIDED),
+    Case("gathered", _GATHERED, damaged(_GATHERED, never_wait), "not waited for once", ctx=DIVIDED),
     Case(
         "reduced_in_place", step(scale_loss.PASS, reduce_gradients.PASS, reduce_in_place.PASS),
         step(scale_loss.PASS, reduce_gradients.PASS), "could do it in place",

@@ -14,6 +14,8 @@ from amp_compiler import Policy, ir
 from amp_compiler.capture.export import capture_export
 from amp_compiler.capture.program import weights_of
 from amp_compiler.common.errors import AmpError, ArgumentError, BannedOpError, PipelineError, VerifyError
+from amp_compiler.cost.devices import find as find_device
+from amp_compiler.cost.model import CostModel
 from amp_compiler.passes import insert_casts, normalize, precision
 from amp_compiler.passes.order import (
     ALL,
@@ -38,6 +40,9 @@ X, W = torch.randn(2, 4), torch.randn(4, 4)
 GIVEN = (facts.CAPTURED,)
 BLESSED = Fact("blessed", None, "Nobody makes it.", check=lambda gm, ctx, place: None)
 
+#: what runs unless the user names a device
+USUAL = tuple(p for p in FORWARD if p.name != "place_neutral")
+
 
 def model(x: Tensor, w: Tensor) -> Tensor:
     return F.linear(x.float(), w).softmax(-1)
@@ -58,14 +63,15 @@ def test_the_pipelines_are_in_order() -> None:
     built = build()
     joint, inference = built.joint, built.inference
     assert [p.name for p in built.forward.passes] == [
-        "normalize", "mark_dtype_origin", "assign_precision", "insert_casts",
+        "normalize", "mark_dtype_origin", "assign_precision", "place_neutral", "insert_casts",
     ]  # fmt: skip
     assert joint.passes == JOINT
     assert inference.passes == INFERENCE
     assert joint.passes[0].name == inference.passes[0].name == "fold_casts"
     assert [p.name for p in built.step.passes] == [
-        "scale_loss", "reduce_gradients", "fold_casts", "fold_views", "hoist_weight_casts", "fuse_cast_matmul",
-        "lower_kernels", "batch_casts", "accumulate_in_place", "unscale_in_place", "reduce_in_place",
+        "scale_loss", "reduce_gradients", "scatter_gradients", "fold_casts", "fold_views", "gather_parameters",
+        "hoist_weight_casts", "fuse_cast_matmul", "lower_kernels", "batch_casts",
+        "accumulate_in_place", "unscale_in_place", "reduce_in_place",
     ]  # fmt: skip
     assert set(ALL) == {p.name for p in (*FORWARD, *JOINT, *INFERENCE, *STEP, *PREPARE, *CONVERT, *RUN_CONVERTED)}
 
@@ -127,9 +133,9 @@ def test_each_pass_can_be_switched_off(name: str) -> None:
     forward, joint, inference = built.forward, built.joint, built.inference
     gm = pre_dispatch(model, X, W)
     history = run(forward, gm)
-    assert [r.name for r in history] == [p.name for p in FORWARD]
+    assert [r.name for r in history] == [p.name for p in USUAL]
     holds = set(forward.given)
-    for step, record in zip(FORWARD, history, strict=True):
+    for step, record in zip(USUAL, history, strict=True):
         missing = [f for f in step.requires if f not in holds]
         if step.name == name:
             assert record.note == "switched off"
@@ -177,6 +183,18 @@ def test_a_given_fact_that_an_earlier_pipeline_did_not_make() -> None:
 # ------------------------------------------------------------------------------------------- situations
 
 
+def test_a_pass_that_must_be_asked_for_leaves_no_record_without() -> None:
+    """With a device it has one, and one that says so where it is switched off."""
+    ctx = dataclasses.replace(context("auto"), costs=CostModel(find_device("a100_80")))
+    found = {}
+    for off in ((), ("place_neutral",)):
+        history: list[Record] = []
+        build(off).forward.run(pre_dispatch(model, X, W), ctx, history, graph="forward")
+        found[off] = {r.name: r.note for r in history}
+    assert list(found[()]) == [p.name for p in FORWARD]
+    assert found[("place_neutral",)]["place_neutral"] == "switched off"
+
+
 def notes(pipe: Pipeline, gm: fx.GraphModule, **situation: Any) -> dict[str, str]:
     """Name -> why it did not run, of the passes that did not."""
     ctx = dataclasses.replace(context("O2"), **situation)
@@ -200,6 +218,9 @@ def test_the_passes_of_a_training_step_depend_on_the_situation() -> None:
     once = "left out: needs several micro-batches per update"
     alone = dict.fromkeys(
         ("reduce_gradients", "reduce_in_place"), "left out: needs gradients that several processes share"
+    )
+    alone |= dict.fromkeys(
+        ("scatter_gradients", "gather_parameters"), "left out: needs parameters that are divided among processes"
     )
     assert notes(step, training_step()) == {"hoist_weight_casts": once, "accumulate_in_place": once, **alone}
     assert notes(step, training_step(), accumulates=True) == alone
@@ -313,7 +334,7 @@ def test_ops_are_run_again_after_every_pass(
 def test_history_has_one_record_a_stage() -> None:
     gm = pre_dispatch(model, X, W)
     records = run(build().forward, gm)
-    assert [r.name for r in records] == [p.name for p in FORWARD]
+    assert [r.name for r in records] == [p.name for p in USUAL]
     assert all(r.seconds > 0 and r.graph == "forward" and r.note == "" for r in records)
     assert all(
         r.text.startswith("input x_1: f32[2, 4]") and r.text.splitlines()[-1].startswith("return")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from amp_compiler import CheckpointError, DynamicLossScaler, StaticLossScaler, TrainStep, compile_train_step
+from amp_compiler import (
+    AmpWarning,
+    CheckpointError,
+    DynamicLossScaler,
+    Policy,
+    StaticLossScaler,
+    TrainStep,
+    compile_train_step,
+)
 
 BAD = float("inf")
 
@@ -330,6 +339,31 @@ def test_made_in_the_middle_of_another_window(pair: Damaged) -> None:
     model = Network()
     step = compile_train_step(model, nn.functional.cross_entropy, adam(model), accumulate_steps=2)
     refused(step, pair[1], "update of 3 batches.*accumulate_steps=2.*saved right after an update")
+
+
+def test_another_policy_is_loaded_with_a_warning() -> None:
+    def make(**options: Any) -> TrainStep:
+        model = nn.Linear(4, 2)
+        return compile_train_step(model, nn.functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+
+    state = make(dtype=torch.float16).state_dict()
+    cases = {
+        r"level O2, float16 there, level O1, float16 here": make(level="O1", dtype=torch.float16),
+        r"level O2, float16 there, level O2, bfloat16 here": make(dtype=torch.bfloat16),
+        r"level O2, float16 there, Policy\.torch, float16 here": make(policy=Policy.torch("cpu", torch.float16)),
+        r"both level O2, float16, but with other lists or rules": make(dtype=torch.float16, black_list=["gelu"]),
+    }
+    for told, step in cases.items():
+        with pytest.warns(AmpWarning, match=told):
+            step.load_state_dict(state)
+        assert torch.equal(step.model.weight, state["model"]["weight"])  # type: ignore[arg-type]
+    older = {key: value for key, value in state.items() if key != "policy"}
+    older["contents"] = {key: value for key, value in state["contents"].items() if not key.startswith("policy")}
+    older["contents"][""] = f"dictionary of {len(older) - 1}"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AmpWarning)
+        make(dtype=torch.float16).load_state_dict(state)
+        make(dtype=torch.bfloat16).load_state_dict(older)
 
 
 class Stubborn(nn.Linear):

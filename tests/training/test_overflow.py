@@ -350,7 +350,7 @@ def test_an_overflow_from_before_a_checkpoint() -> None:
 @pytest.mark.parametrize(
     ("scaler", "skip", "answer"),
     [
-        ("dynamic", None, "There is no batch to look at"),
+        ("dynamic", None, "There is no skipped batch to explain"),
         (StaticLossScaler(8.0), False, "The last update was not skipped"),
         (None, True, "There is no loss scaler, so no gradient is checked"),
     ],

@@ -165,7 +165,7 @@ def lines(found: Explanation, view: GraphView) -> list[Text]:
         text.append(Text(f"  {'' if place else 'measured':<8} {sentence}"))
     for what, casts in (("reads", found.casts_in), ("is read", found.casts_out)):
         for cast in casts:
-            text.append(Text(f"  {what:<8} {_cast(cast, view)}", style=CAST[0]))
+            text.append(Text(f"  {what:<8} {_cast(cast, view, named_input=what == 'reads')}", style=CAST[0]))
     around = (*found.casts_in, *found.casts_out)
     if around:
         text.append(Text(f"  cost     {count(len(around), 'cast')} around it, {size(found.cast_bytes)} written"))
@@ -178,11 +178,13 @@ def lines(found: Explanation, view: GraphView) -> list[Text]:
     return text
 
 
-def _cast(node: NodeView, view: GraphView) -> str:
+def _cast(node: NodeView, view: GraphView, named_input: bool) -> str:
     source = view.by_name.get(node.inputs[0]) if node.inputs else None
     name = source.title if source is not None else node.inputs[0] if node.inputs else "?"
     before = SHORT.get(source.values[0].dtype, "") if source is not None and source.values else ""
-    return f"{name} cast {before} → {SHORT.get(node.values[0].dtype, '')}, {size(node.nbytes)}"
+    readers = [reader.title for reader in view.users.get(node.name, ()) if not named_input]
+    by = f" by {', '.join(readers)}" if readers else ""
+    return f"{name} cast {before} → {SHORT.get(node.values[0].dtype, '')}, {size(node.nbytes)}{by}"
 
 
 def document(found: Sequence[Explanation]) -> list[dict[str, Any]]:

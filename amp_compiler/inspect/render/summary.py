@@ -155,7 +155,7 @@ def _in_fp32(report: ReportData, width: int) -> list[Text]:
     if len(kinds) > _KINDS:
         made += _paragraph(f"and {count(len(kinds) - _KINDS, 'more reason')}: report.full()", width, "  ")
     if rest := [r for r in rows if _is_ordinary(r)]:
-        why = "follow an fp32 input (a parameter, or the result of an fp32 op), or compute with constants only"
+        why = "read an fp32 value (a parameter, or the result of an fp32 op) or constants only"
         made += _item(_listed(rest, names), why, width)
     return made
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ...common.messages import count as count
+from ...common.messages import size as size
 from ...ir.view import OTHER, NodeView
 
 #: precision -> (terminal style, fill, ink): the legend of every picture
@@ -13,27 +15,6 @@ COLOURS = {
     "": ("", "#ffffff", "#4b5563"),
 }
 CAST = ("magenta", "#f3d9f5", "#701a75")
-
-
-def size(nbytes: float) -> str:
-    """Return a number of bytes as people write it.
-
-    >>> size(512), size(2048), size(3_400_000)
-    ('512 B', '2.0 kB', '3.4 MB')
-    """
-    for unit, step in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= step:
-            return f"{nbytes / step:,.1f} {unit}"
-    return f"{nbytes:,.0f} B"
-
-
-def count(number: int, one: str, many: str = "") -> str:
-    """Return a number with its noun: ``1 cast``, ``2 casts``.
-
-    >>> count(1, "cast"), count(2, "cast"), count(2, "bus", "buses")
-    ('1 cast', '2 casts', '2 buses')
-    """
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def is_row(node: NodeView) -> bool:

@@ -1047,6 +1047,7 @@ ALIASES: Final[Mapping[str, str]] = MappingProxyType(
         "_triton_multi_head_attention": "_native_multi_head_attention",
         # Recurrent layers
         "amp::lstm_layer": "lstm",
+        "amp::placed": "view",
         "amp::lstm_layer_backward": "lstm",
         "mkldnn_rnn_layer": "lstm",
         "mkldnn_rnn_layer_backward": "lstm",

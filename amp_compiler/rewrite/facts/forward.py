@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from ... import ir
-from ...ir import Mode
+from ...ir import Mode, decisions
 from ...ir.nesting import policy_at
 from ...ir.wide import why_wide
 from ...policy import Policy, Rule, Treatment
@@ -60,6 +60,21 @@ def _assigned(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
             wide = next((why for _, a in ir.tensor_args(node) if (why := why_wide(a))), "")
             if wide and known.cls is not OpClass.LOW and policy_at(node, ctx.policy).keeps_wide:
                 place.fail(f"rounds {wide}, which only a white-listed op may do.", node)
+
+
+def _placed(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
+    for node in gm.graph.nodes:
+        known = ir.decision(node)
+        if known is None:
+            continue
+        if known.rule is Rule.PLACED and known.precision in ir.LOW_DTYPES:
+            wide = next((why for _, a in ir.tensor_args(node) if (why := why_wide(a))), "")
+            if wide:
+                place.fail(f"rounds {wide}, to which costs must not lead.", node)
+        if known.rule is Rule.PLACED and not known.either:
+            place.fail("was given a precision by its costs, but the rules leave it no choice.", node)
+        if ir.is_getitem(node) and decisions.selected(node).out != known.out:
+            place.fail(f"is decided to give {known.out}, which is not what its source gives.", node)
 
 
 def _written_and_cast(node: fx.Node, known: ir.Decision) -> bool:
@@ -130,6 +145,12 @@ ASSIGNED = Fact(
     'Every call has a `Decision` (`node.meta["amp"]`) with a reason; no argument that is written to would be cast; '
     "at O2 only a white-listed op rounds the result of an fp32 op (`amp_compiler/ir/wide.py` has the rule).",
     check=_assigned, made_by="assign_precision",
+)  # fmt: skip
+PLACED = Fact(
+    "placed", Dialect.PRE_DISPATCH,
+    "Where the rules allow both precisions, the costs on the device chose; no such op rounds a value that an fp32 op "
+    "made.",
+    check=_placed, made_by="place_neutral",
 )  # fmt: skip
 CAST = Fact(
     "cast", Dialect.PRE_DISPATCH,
