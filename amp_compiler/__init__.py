@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from .policy import Policy as Policy
     from .policy.scopes import precision as precision
     from .policy.scopes import set_precision as set_precision
-    from .prediction import predict as predict
     from .prediction import Prediction as Prediction
+    from .prediction import predict as predict
     from .search import search_policy as search_policy
     from .training.compile import compile_train_step as compile_train_step
     from .training.finite import all_finite as all_finite
