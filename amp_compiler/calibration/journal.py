@@ -7,7 +7,6 @@ known, and then one line per evaluation.
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections import defaultdict, deque
 from collections.abc import Collection, Sequence
@@ -100,8 +99,8 @@ class Journal:
                 self.items = line["items"]
             elif isinstance(line.get("evaluated"), str) and type(line.get("value")) in (int, float):
                 seconds = line.get("seconds")
-                spent = float(seconds) if type(seconds) in (int, float) and math.isfinite(seconds) else 0.0
-                self._values[line["evaluated"]].append((float(line["value"]), spent))
+                spent = seconds if isinstance(seconds, (int, float)) else 0.0
+                self._values[line["evaluated"]].append((float(line["value"]), float(spent)))
                 self.recorded += 1
             else:
                 raise self._damaged(number)

@@ -211,7 +211,6 @@ class _Searching:
         self.is_calibrated = ordered
         self.made: list[Trial] = []
         self.reserve = REPEATS if judge.is_noisy else 1
-        self.failed: dict[Item, Trial] = {}  # op -> the trial in which it alone was added to what held
 
     def run(self) -> Search:
         groups = [] if self.is_calibrated else by_module(self.work, self.ordered)
@@ -274,8 +273,7 @@ class _Searching:
         warnings.warn(f"search_policy: {text}.", AmpWarning, stacklevel=users_frame())
 
     def result(self, found: Found[int], final: Trial | None) -> Search:
-        items = {item.name: item for item in self.work.items}
-        out = [items[name] for name in final.fp32] if final is not None else list(items.values())
+        out = [item for item in self.work.items if final is None or item.name in final.fp32]
         reasons = {item: self.reason(item) for item in out}
         base = self.trials.base
         return Search(
