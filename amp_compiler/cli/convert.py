@@ -53,8 +53,8 @@ def run(
         typer.Option(
             "--tolerance", show_default=False,
             help="Search for the policy with the most low-precision work whose outputs on --data differ from fp32 "
-            "by at most this much, as a share (0.01 is 1 %, an SNR of 40 dB). Starts from O3 in float16 unless --level and "
-            "--dtype say otherwise.",
+            "by at most this much, as a share (0.01 is 1 %, an SNR of 40 dB). Starts from O3 in float16 unless --level "
+            "and --dtype say otherwise.",
         ),
     ] = None,
     data: Data = "",
