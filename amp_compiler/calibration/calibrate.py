@@ -74,7 +74,7 @@ def calibrate(
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
         >>> with torch.no_grad():
         ...     _ = model[0].weight.fill_(30000.0)
-        >>> found = calibrate(model, [(torch.ones(2, 4), torch.zeros(2, 1))], torch.nn.functional.mse_loss)
+        >>> found = calibrate(model, [torch.ones(2, 4)])
         >>> [(row.op, row.module) for row in found.rows if row.overflow]
         [('linear', '0'), ('relu', '1')]
     """

@@ -17,6 +17,7 @@ from ..common.errors import CalibrationError
 from ..common.files import write_text
 from ..policy import check_low_dtype, dtype_name
 from ..runtime.record import Range
+from .page import page
 from .row import Row as Row
 from .text import table
 
@@ -55,7 +56,7 @@ class Calibration:
     has_gradients: bool = False
 
     def merged(self, other: Calibration) -> Calibration:
-        """Return the calibration over the batches of both, as of two processes that ran different ones."""
+        """Return the calibration over the batches of this and of ``other``, as of two processes."""
         if (self.dtype, self.model, self.has_gradients) != (other.dtype, other.model, other.has_gradients):
             raise CalibrationError(
                 f"These calibrations do not belong together: {self.title()}; {other.title()}. Merge those of one "
@@ -96,6 +97,15 @@ class Calibration:
                 "number_of_rows": len(self.rows)}  # fmt: skip
         rows = [dataclasses.asdict(row) for row in self.rows]
         return json.dumps({**head, "rows": rows}, indent=1, allow_nan=False)
+
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Return one self-contained HTML page: the ops coloured by range and sensitivity, with a histogram of exponents
+        on a click. It is also written to ``path`` if one is given.
+        """
+        text = page(self.title(), self.rows, self.dtype)
+        if path is not None:
+            write_text(path, text, what="The page", error=CalibrationError)
+        return text
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Calibration:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -29,6 +30,32 @@ def check_agreement(group: dist.ProcessGroup, facts: Mapping[str, str], when: st
             f"The processes that train together do not run the same thing {when}. " + ". ".join(told) + ".",
             hint="Build the same model with the same arguments in every process; pass each a batch of the same shape.",
         )
+
+
+#: how long a process waits for the others to leave their graphs as it did; they may have to compile first
+PATIENCE = timedelta(seconds=60)
+
+
+def leave_graph_together(group: dist.ProcessGroup, key: str, reason: str) -> None:
+    """Wait until every process of the group has called this with the same key, or raise a ``ParallelError``.
+
+    A process that must leave its graph in the middle of a run cannot ask by a collective: the others may be in one of
+    their step, where they wait for this process. So they meet at the store that they all know.
+    """
+    # torch 2.13 to 2.15 have no public name for the store of the default group.
+    store = dist.distributed_c10d._get_default_store()
+    ranks = dist.get_process_group_ranks(group)
+    store.set(f"{key}/{dist.get_rank()}", reason)
+    try:
+        store.wait([f"{key}/{rank}" for rank in ranks], PATIENCE)
+    except RuntimeError as error:
+        gone = [dist.get_group_rank(group, rank) for rank in ranks if not store.check([f"{key}/{rank}"])]
+        raise ParallelError(
+            f"The training step of rank {dist.get_rank(group)} cannot continue as the graph that it was so far "
+            f"({reason}), and rank {_ranks(gone)} did: processes that train together must do the same in every step.",
+            hint="Let every process use the same parameters in each step, or train with "
+            "DistributedDataParallel(model, find_unused_parameters=True).",
+        ) from error
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -13,9 +14,11 @@ from torch import Tensor, fx
 
 from .. import ir
 from ..rewrite.reduction import Layout, Reduction
-from .agreement import check_agreement, facts_of
+from .agreement import check_agreement, facts_of, leave_graph_together
 from .engine import Engine
 from .spec import DataParallel, process_group
+
+_NUMBERS = itertools.count()
 
 
 class DataEngine(Engine):
@@ -28,6 +31,7 @@ class DataEngine(Engine):
         self.size = dist.get_world_size(self.group)
         self.layout: Layout | None = None
         self.agreed = False
+        self.number = next(_NUMBERS)  # the same in every process, since all make their steps in the same order
 
     def begin(self, tensors: Sequence[Tensor], facts: Mapping[str, str]) -> None:
         """Check that all processes agree, then broadcast the first one's values."""
@@ -47,7 +51,9 @@ class DataEngine(Engine):
         self._agree(facts_of(graph))
 
     def broken(self, reason: str) -> None:
-        """Called when the step runs in pieces."""
+        """Called when the step runs in pieces, from the first step on or later."""
+        if self.agreed:
+            leave_graph_together(self.group, f"amp_compiler/{self.number}/pieces", reason)
         self._agree({"the captured graph": f"none ({reason})"})
 
     def _agree(self, facts: Mapping[str, str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +121,38 @@ def test_merged_over_batches() -> None:
 def test_calibrations_of_different_models_are_not_merged(other: Calibration) -> None:
     with pytest.raises(CalibrationError, match="do not belong together"):
         ONE.merged(other)
+
+
+class _Tags(HTMLParser):
+    """Counts the elements of a page and checks that they are closed in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+@given(CALIBRATIONS)
+def test_the_page_has_every_op(calibration: Calibration) -> None:
+    tags = _Tags()
+    tags.feed(calibration.to_html())
+    assert tags.open == []
+    assert [tag for tag, _ in tags.seen].count("details") == len(calibration.rows)
+
+
+def test_the_page_colours_by_range_and_shows_exponents(tmp_path: Path) -> None:
+    text = ONE.to_html(tmp_path / "ranges.html")
+    assert (tmp_path / "ranges.html").read_text() == text
+    tags = _Tags()
+    tags.feed(text)
+    assert [given["class"] for tag, given in tags.seen if tag == "summary"] == ["overflows"]
+    bars = [given["fill"] for tag, given in tags.seen if tag == "rect"]
+    assert bars == ["#4a7", "#d43", "#d43"]  # 2**-10 fits; 2**16 and the gradients at 2**-30 do not

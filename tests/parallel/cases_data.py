@@ -99,6 +99,40 @@ def overflow(make: Callable[[], nn.Module] = sequential, **options: Any) -> dict
             "phase": told.phase, "told": str(told), "was": before["scaler"]["scale"]}  # fmt: skip
 
 
+class Switch(nn.Module):
+    """A second layer that only some batches use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        out: torch.Tensor = self.always(x)
+        return out + self.sometimes(x) if both else out
+
+
+def used_later() -> dict[str, Any]:
+    """A parameter that no process uses in the first step, and all in the second."""
+    model = Switch()
+    step = _compile(model, parallel=DataParallel(), dtype=torch.bfloat16)
+    alone = copy.deepcopy(model)
+    other = _compile(alone, dtype=torch.bfloat16)
+    x, y = _batch(0)
+    unequal: list[str] = []
+    for both in (False, True):
+        alone.load_state_dict(model.state_dict())
+        step((x, both), y)
+        other((x, both), y)
+        for (name, parameter), twin in zip(model.named_parameters(), alone.parameters(), strict=True):
+            if twin.grad is None:
+                unequal += [] if parameter.grad is None else [name]
+                continue
+            mean = twin.grad.clone().div_(dist.get_world_size())
+            dist.all_reduce(mean)
+            unequal += [] if parameter.grad is not None and torch.equal(parameter.grad, mean) else [name]
+    return {"unequal": unequal}
+
+
 def flush() -> dict[str, Any]:
     """Two of three micro-batches, then ``flush``."""
     model = sequential()
@@ -154,6 +188,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "overflow accumulated": lambda: overflow(accumulate_steps=2),
     "overflow in pieces": lambda: overflow(Broken, accumulate_steps=2),
     "flush": flush,
+    "used later": used_later,
     "another width": lambda: disagreement(width=5),
     "another level": lambda: disagreement(level="O1"),
     "another black list": lambda: disagreement(black_list=["linear"]),

@@ -14,12 +14,32 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 
-from amp_compiler import DataParallel, Sharded, compile_train_step
+from amp_compiler import DataParallel, ParallelError, Sharded, compile_train_step
 from amp_compiler.parallel.checkpoints import load_checkpoint, save_checkpoint
 
 
 def die(*args: Any, **kwargs: Any) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave_alone(folder: Path) -> None:
+    """Rank 1 uses another parameter in its second step; rank 0 does not."""
+    from cases_data import Switch  # torchrun puts this folder on the path
+
+    from amp_compiler.parallel import agreement
+
+    agreement.PATIENCE = timedelta(seconds=5)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    model = Switch()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = compile_train_step(model, nn.functional.cross_entropy, optimizer, parallel=DataParallel())
+    batch = torch.ones(4, 8), torch.arange(4)
+    step((batch[0], False), batch[1])
+    try:
+        step((batch[0], dist.get_rank() == 1), batch[1])
+    except ParallelError as error:
+        (folder / f"told-{dist.get_rank()}").write_text(str(error))
+        raise
 
 
 def main(way: str, where: str, folder: Path) -> None:
@@ -53,4 +73,6 @@ def main(way: str, where: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[2] == "alone":
+        leave_alone(Path(sys.argv[3]))
     main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

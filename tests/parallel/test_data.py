@@ -17,7 +17,8 @@ from amp_compiler import ArgumentError, DataParallel, compile_train_step
 NAMES = (
     "gradients fp16", "gradients bf16", "gradients accumulated", "gradients without a scaler",
     "gradients in small buckets", "gradients in pieces", "gradients sent in bf16", "overflow", "overflow accumulated",
-    "overflow in pieces", "flush", "another width", "another level", "another black list", "another batch",
+    "overflow in pieces", "flush", "used later", "another width", "another level", "another black list",
+    "another batch",
 )  # fmt: skip
 
 
@@ -65,6 +66,10 @@ def test_the_process_that_overflowed_says_why(answers: dict[str, list[Any]], cas
 
 def test_flush_reduces(answers: dict[str, list[Any]]) -> None:
     assert [rank["unequal"] for rank in value(answers, "flush")] == [[], []]
+
+
+def test_a_parameter_that_is_used_later_is_averaged_too(answers: dict[str, list[Any]]) -> None:
+    assert [rank["unequal"] for rank in value(answers, "used later")] == [[], []]
 
 
 @pytest.mark.parametrize(

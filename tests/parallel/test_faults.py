@@ -32,3 +32,13 @@ def test_a_killed_rank_ends_the_run_and_leaves_the_checkpoint(way: str, where: s
     assert again.returncode == 0, again.stderr[-3000:]
     for rank in range(2):  # the step after the checkpoint, in the run that died and in the one that continues
         assert (tmp_path / f"resume-{rank}").read_text() == (tmp_path / f"{where}-{rank}").read_text()
+
+
+@pytest.mark.distributed
+def test_a_rank_that_takes_another_way_alone_says_so(tmp_path: Path) -> None:
+    died = torchrun("data", "alone", tmp_path)
+    assert died.returncode != 0
+    told = (tmp_path / "told-1").read_text()
+    assert "sometimes.weight" in told
+    assert "rank 0 did" in told
+    assert "find_unused_parameters=True" in told
