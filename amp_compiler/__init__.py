@@ -16,11 +16,15 @@ from .common.compat import check_release
 from .common.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from .calibration.calibrate import calibrate as calibrate
+    from .calibration.calibration import Calibration as Calibration
+    from .calibration.result import Search as Search
     from .common.errors import AmpError as AmpError
     from .common.errors import AmpWarning as AmpWarning
     from .common.errors import ArchiveError as ArchiveError
     from .common.errors import ArgumentError as ArgumentError
     from .common.errors import BannedOpError as BannedOpError
+    from .common.errors import CalibrationError as CalibrationError
     from .common.errors import CaptureError as CaptureError
     from .common.errors import CheckpointError as CheckpointError
     from .common.errors import DrawingError as DrawingError
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
     from .common.errors import PipelineError as PipelineError
     from .common.errors import PolicyError as PolicyError
     from .common.errors import ScalerError as ScalerError
+    from .common.errors import SearchError as SearchError
     from .common.errors import UnknownOpError as UnknownOpError
     from .common.errors import VerifyError as VerifyError
     from .compile import amp_compile as amp_compile
@@ -39,11 +44,13 @@ if TYPE_CHECKING:
     from .module import AmpModule as AmpModule
     from .parallel.spec import DataParallel as DataParallel
     from .parallel.spec import Sharded as Sharded
+    from .policy import CallRule as CallRule
     from .policy import Policy as Policy
     from .policy.scopes import precision as precision
     from .policy.scopes import set_precision as set_precision
     from .prediction import Prediction as Prediction
     from .prediction import predict as predict
+    from .search import search_policy as search_policy
     from .training.compile import compile_train_step as compile_train_step
     from .training.finite import all_finite as all_finite
     from .training.results import StepResult as StepResult
@@ -61,6 +68,9 @@ _PUBLIC = {
     "ArchiveError": "common.errors",
     "ArgumentError": "common.errors",
     "BannedOpError": "common.errors",
+    "Calibration": "calibration.calibration",
+    "CalibrationError": "common.errors",
+    "CallRule": "policy",
     "CaptureError": "common.errors",
     "CheckpointError": "common.errors",
     "ConvertedModel": "conversion.converted",
@@ -74,6 +84,8 @@ _PUBLIC = {
     "Prediction": "prediction",
     "Report": "inspect.report",
     "ScalerError": "common.errors",
+    "Search": "calibration.result",
+    "SearchError": "common.errors",
     "Sharded": "parallel.spec",
     "StaticLossScaler": "training.scalers",
     "StepResult": "training.results",
@@ -82,12 +94,14 @@ _PUBLIC = {
     "VerifyError": "common.errors",
     "all_finite": "training.finite",
     "amp_compile": "compile",
+    "calibrate": "calibration.calibrate",
     "compile_train_step": "training.compile",
     "convert_model": "conversion.convert",
     "count_casts": "inspect.profile",
     "load_converted": "conversion.loading",
     "precision": "policy.scopes",
     "predict": "prediction",
+    "search_policy": "search",
     "set_precision": "policy.scopes",
 }
 __all__ = [*_PUBLIC, "__version__"]

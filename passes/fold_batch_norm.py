@@ -37,6 +37,7 @@ Make = Callable[[], Tensor]
 def run(gm: fx.GraphModule, ctx: Context) -> bool:
     if ctx.weights is None or not ctx.policy.rewrites or ctx.policy.autocast_device is not None:
         return False
+    ir.number_calls(gm)
     fixed = set(ctx.weights.fixed(gm.graph))
     written, outputs = ir.written_nodes(gm.graph), ir.output_nodes(gm.graph)
     modified = False
@@ -100,12 +101,13 @@ def _groups(layer: fx.Node, into: dict[str, Any]) -> int | None:
 
 
 def _rules(node: fx.Node, ctx: Context) -> tuple[Any, ...]:
-    """Return the user's precision rules for the modules around a node."""
+    """Return the user's precision rules for a node and the modules around it."""
     paths = ir.module_chain(node)
+    single = ctx.policy.call_rule(paths[-1], ir.op_name(node), node.meta.get(ir.CALL))
     said = [(ctx.policy.module_rule(path) or ("", None))[1] for path in paths]
     marked = [ctx.module_precision.get(path) for path in paths]
     around = node.meta.get(ir.REGION), node.meta.get(ir.NESTED)
-    return [d for d in said if d][-1:], [d for d in marked if d][-1:], *around
+    return single and single.precision, [d for d in said if d][-1:], [d for d in marked if d][-1:], *around
 
 
 def _set_bias(layer: fx.Node, bias: fx.Node) -> None:

@@ -17,9 +17,11 @@ NAMES = sorted(set(amp_compiler.__all__) - {"__version__"})
 #: classes that users do not make themselves: a public function returns them
 MADE_BY = {
     "AmpModule": "amp_compile",
+    "Calibration": "calibrate",
     "ConvertedModel": "convert_model",
     "Prediction": "predict",
     "Report": "report()",
+    "Search": "search_policy",
     "TrainStep": "compile_train_step",
 }
 

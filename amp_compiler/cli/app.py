@@ -13,7 +13,7 @@ import typer
 import typer.core
 
 from ..common.errors import AmpError, AmpWarning, PipelineError, VerifyError
-from . import common, convert, doctor, dump, explain, ops, passes, plan, predict
+from . import calibrate, common, convert, doctor, dump, explain, ops, passes, plan, predict, search
 
 BAD_REQUEST, FAILURE = 2, 1
 #: click's base class of all errors about arguments; newer releases of typer include their own click
@@ -68,7 +68,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Show how mixed precision changes a PyTorch model, and explain why.",
 )
-for command in (dump, explain, ops, predict, plan, convert, passes, doctor):
+for command in (dump, explain, ops, predict, plan, calibrate, search, convert, passes, doctor):
     app.command(command.NAME, help=command.HELP, epilog=command.EPILOG)(command.run)
 
 

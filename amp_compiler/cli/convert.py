@@ -13,6 +13,8 @@ import typer
 from ..common.errors import ArgumentError
 from ..common.files import check_target
 from . import common as c
+from .data import Data, load_batches, relative_error
+from .search import by_error
 
 if TYPE_CHECKING:
     from ..conversion.converted import ConvertedModel
@@ -21,6 +23,7 @@ NAME = "convert"
 HELP = "Convert a model for inference and save it as an ordinary torch.export archive (and as ONNX)."
 EXAMPLES = (
     "amp-compiler convert model.py:make --level O2 --dtype bfloat16 -o model.pt2",
+    "amp-compiler convert model.py:make --tolerance 0.01 --data model.py:batches -o measured.pt2",
     "amp-compiler convert model.py:Net --input 8*x16 --dtype float16 --json -o net.pt2",
 )
 EPILOG = c.examples(EXAMPLES)
@@ -45,6 +48,16 @@ def run(
     keep_io: Annotated[
         bool, typer.Option("--keep-io/--low-io", help="Inputs and outputs keep the dtypes of the fp32 model.")
     ] = True,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            "--tolerance", show_default=False,
+            help="Search for the policy with the most low-precision work whose outputs on --data differ from fp32 "
+            "by at most this much, as a share (0.01 is 1 %, an SNR of 40 dB). Starts from O3 in float16 unless --level "
+            "and --dtype say otherwise.",
+        ),
+    ] = None,
+    data: Data = "",
     disable: c.Disable = [],  # noqa: B006
     full: Annotated[bool, typer.Option("--full", help="Print every op with its reason, not a summary.")] = False,
     as_json: c.Json = False,
@@ -56,6 +69,10 @@ def run(
     for path in (output, onnx):
         if path is not None:
             check_target(path)
+    if (tolerance is None) != (not data):
+        raise ArgumentError("--tolerance needs --data to measure on, and --data needs --tolerance.")
+    if tolerance is not None and (policy or low or fp32 or exclude):
+        raise ArgumentError("--tolerance searches for a policy: omit --policy, --low, --fp32 and --exclude.")
     request = c.Request(target, inputs, level, dtype, policy, low, fp32, exclude, disable=tuple(disable))
     with c.progress(quiet) as tell, contextlib.ExitStack() as stack:
         tell("loading torch")
@@ -68,14 +85,26 @@ def run(
         if loaded.model is None:
             raise ArgumentError(f"{target} is a saved program already: pass the model that it was made from.")
         model = stack.enter_context(c.eval_mode(loaded.model))
-        tell("converting")
-        chosen = request.policy_for(model)
         check_call(model, loaded.args, loaded.kwargs)
+        batches = load_batches(data) if data else []
+        if tolerance is None:
+            chosen = request.policy_for(model)
+        else:
+            searched = by_error(model, batches, tolerance, level, dtype, tell)
+            chosen = searched.policy
+        tell("converting")
         with c.hushed():
             converted = convert_model(
                 model, loaded.args, loaded.kwargs, chosen.level, policy=chosen, cast_params=cast_params,
                 keep_io_dtypes=keep_io, dynamic_shapes=loaded.dynamic_shapes, disable_passes=disable,
             )  # fmt: skip
+        if tolerance is not None:
+            error = relative_error(model, batches)(converted)
+            if not error <= tolerance:
+                raise ArgumentError(
+                    f"The converted program's error on the data is {error:.3g}, above the tolerance: nothing was "
+                    "written. Use a larger tolerance."
+                )
         if output is not None:
             tell(f"writing {output}")
             converted.save(output)
@@ -84,6 +113,8 @@ def run(
             converted.to_onnx(onnx)
         tell("comparing with fp32")
         found = summary(converted, model, loaded.args, loaded.kwargs)
+        if tolerance is not None:
+            found |= {"data_error": error, "evaluations": searched.evaluations, "fp32_ops": dict(searched.reasons)}
     for name, path in (("file", output), ("onnx", onnx)):
         if path is not None:
             found[name], found[f"{name}_bytes"] = str(path), path.stat().st_size
@@ -135,5 +166,8 @@ def _lines(found: dict[str, Any], converted: ConvertedModel, full: bool, width: 
     ]  # fmt: skip
     lines.append(Text(f"weights: {size(found['fp32_bytes'])} → {size(found['stored_bytes'])} ({share:.0%})"))
     lines.append(Text(f"against fp32 on the example inputs: largest error {found['largest_error']:.3g}, {snr}"))
+    if "data_error" in found:
+        lines.append(Text(f"on the data: error {found['data_error']:.3g}, found in {found['evaluations']} evaluations"))
+        lines += [Text(f"  {name}: {why}") for name, why in found["fp32_ops"].items()]
     report = converted.report()
     return [*lines, Text(), *(summary.full(report, width) if full else summary.lines(report, width, hint=False))]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -37,6 +39,10 @@ def run(
     low: c.WhiteList = [],  # noqa: B006
     fp32: c.BlackList = [],  # noqa: B006
     exclude: c.Exclude = [],  # noqa: B006
+    calibration: Annotated[
+        Path | None,
+        typer.Option("--calibration", metavar="FILE", help="Also state measured ranges.", show_default=False),
+    ] = None,
     device: c.Device = None,
     capture: c.Capture = "auto",
     disable: c.Disable = [],  # noqa: B006
@@ -47,6 +53,10 @@ def run(
 ) -> None:
     if node is None and op is None and module is None:
         raise ArgumentError("There is nothing to explain: add --node NAME, --op OP or --module PATTERN.")
+    if calibration is not None:
+        from ..calibration.calibration import Calibration
+
+        measured = Calibration.load(calibration)
     request = c.Request(target, inputs, level, dtype, policy, low, fp32, exclude, graph, capture, tuple(disable),
                         device)  # fmt: skip
     found = c.inspect(request, quiet)
@@ -59,6 +69,11 @@ def run(
     runs = found.last if found.graph != "forward" else None
     nodes = explain.chosen(view, node, op, module, runs)
     told = [explain.explain(n, view, found.report.level, runs) for n in nodes]
+    if calibration is not None:
+        from ..calibration.measured import measured_by_name
+
+        by_name = measured_by_name(measured, view, str(calibration))
+        told = [replace(one, measured=by_name.get(one.node.origin or one.node.name, ())) for one in told]
     if as_json:
         c.write(json.dumps(explain.document(told), indent=1) + "\n", output, quiet)
         return

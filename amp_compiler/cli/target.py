@@ -41,29 +41,20 @@ class Loaded:
     converted: ConvertedModel | None = None
 
 
-def load(target: str, inputs: Sequence[str] = ()) -> Loaded:
-    """Load the model that a TARGET names, with the inputs from --input or those that it returns itself."""
+def load(target: str, inputs: Sequence[str] = (), *, needs_inputs: bool = True) -> Loaded:
+    """Load the model that a TARGET names, with the inputs from --input or those that it returns itself. They must be
+    there if ``needs_inputs``."""
     if target.endswith(".pt2") or (":" not in target and os.path.isfile(target)):
         if inputs:
             raise ArgumentError("A saved program contains its example inputs: omit --input.")
         found = load_any(target)
         return Loaded(converted=found) if isinstance(found, ConvertedModel) else Loaded(program=found)
-    where, _, name = target.rpartition(":")
-    if not where or not name:
-        raise ArgumentError(
-            f"TARGET {target!r} does not name a model: write package.module:attr, file.py:attr or a .pt2 file."
-        )
-    module = _import(where)
-    named: Any = module
-    for part in name.split("."):
-        if not hasattr(named, part):
-            raise ArgumentError(f"{where} has no attribute {part!r}.{_models(module)}")
-        named = getattr(named, part)
+    named = load_attribute(target, "TARGET", "package.module:attr, file.py:attr or a .pt2 file")
     loaded = _model(named, target)
     if inputs:
         args, kwargs, shapes = parse_inputs(inputs)
         return Loaded(loaded.model, args, kwargs, shapes)
-    if not loaded.args and not loaded.kwargs and _takes_inputs(loaded.model):
+    if needs_inputs and not loaded.args and not loaded.kwargs and _takes_inputs(loaded.model):
         dummy = getattr(loaded.model, "dummy_inputs", None)  # the models of transformers have it
         if isinstance(dummy, dict) and dummy:
             return Loaded(loaded.model, (), dict(dummy))
@@ -73,6 +64,21 @@ def load(target: str, inputs: Sequence[str] = ()) -> Loaded:
 
 
 # ------------------------------------------------------------------------------------------- importing
+
+
+def load_attribute(text: str, what: str = "", forms: str = "package.module:attr or file.py:attr") -> Any:
+    """Return what ``file.py:attr`` or ``package.module:attr`` names. ``what``: what an error calls it."""
+    where, _, name = text.rpartition(":")
+    if not where or not name:
+        thing = "a model" if what else "anything"
+        raise ArgumentError(f"{what or 'The name'} {text!r} does not name {thing}: write {forms}.")
+    module = _import(where)
+    named: Any = module
+    for part in name.split("."):
+        if not hasattr(named, part):
+            raise ArgumentError(f"{where} has no attribute {part!r}.{_models(module)}")
+        named = getattr(named, part)
+    return named
 
 
 def _import(where: str) -> ModuleType:

@@ -75,6 +75,19 @@ class PolicyError(ArgumentError):
     """
 
 
+class CalibrationError(ArgumentError):
+    """A calibration cannot be made from what was given, cannot be read or written, or belongs to another model.
+
+    Examples:
+        >>> from amp_compiler import Calibration, CalibrationError
+        >>> try:
+        ...     Calibration.load("no_such_file.json")
+        ... except CalibrationError as error:
+        ...     print(error)
+        The calibration no_such_file.json cannot be read: No such file or directory.
+    """
+
+
 class CaptureError(AmpError, RuntimeError):
     """The model could not be brought into a graph, where one graph is needed: in ``convert_model``, or with
     ``fullgraph=True``.
@@ -199,6 +212,20 @@ class DrawingError(AmpError, RuntimeError):
         >>> from amp_compiler import AmpError, DrawingError
         >>> issubclass(DrawingError, AmpError)
         True
+    """
+
+
+class SearchError(AmpError, RuntimeError):
+    """A search for a policy cannot go on: its ``evaluate`` does not work, or its journal cannot be read or written.
+
+    Examples:
+        >>> import torch
+        >>> from amp_compiler import SearchError, search_policy
+        >>> try:
+        ...     search_policy(torch.nn.Linear(2, 2), lambda model: "good", tolerance=0.1)
+        ... except SearchError as error:
+        ...     print(error)
+        evaluate must return the metric as a number, but returned str on the fp32 model.
     """
 
 

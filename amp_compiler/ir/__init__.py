@@ -32,6 +32,7 @@ from .graphs import (
 )
 from .meta import (
     BUCKETS,
+    CALL,
     CLOSED,
     CONSTANT,
     DTYPE_OF,
@@ -75,6 +76,7 @@ from .provenance import (
     module_chain,
     module_path,
     module_stack,
+    number_calls,
     sequence_number,
     source_line,
     traced_from,
@@ -117,6 +119,7 @@ from .values import (
 
 __all__ = [
     "BUCKETS",
+    "CALL",
     "CLOSED",
     "CONSTANT",
     "DTYPE_NAMES",
@@ -191,6 +194,7 @@ __all__ = [
     "module_stack",
     "mutated_args",
     "nbytes",
+    "number_calls",
     "op_name",
     "operands",
     "origin",

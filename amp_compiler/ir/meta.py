@@ -18,6 +18,7 @@ NESTED = "amp_nested"  # node.meta key of the policy of a part that was compiled
 REGION = "amp_region"  # node.meta key of the precision region around a node (see passes/normalize.py)
 DTYPE_OF = "amp_dtype_of"  # node.meta key: name of the node whose dtype this one names
 NUMBER_OF = "amp_number_of"  # node.meta key: name of the node whose dtype's limit (torch.finfo) is a number here
+CALL = "amp_call"  # node.meta key: which of its module's calls of its op a node is, counted from 0
 STATE = "amp_state"  # gm.meta key: (output, input) positions of what the model keeps between calls
 CONSTANT = "amp_constant"  # node.meta key: the value of an input that is a constant of the model's code
 CLOSED = "amp_closed"  # gm.meta key: a body that no pass may look into

@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import os
 import re
+from collections import Counter
 from typing import Any
 
 import torch
 from torch import fx
 
-from .meta import NESTED, REGION
+from .graphs import all_graphs
+from .meta import CALL, NESTED, REGION
+from .schema import op_name
 
 
 def module_stack(node: fx.Node) -> list[tuple[str, Any]]:
@@ -35,6 +38,21 @@ def module_path(node: fx.Node) -> str:
     """Return the path of the innermost module that a node comes from ('' for the model itself)."""
     stack = module_stack(node)
     return stack[-1][0] if stack else ""
+
+
+def number_calls(gm: fx.GraphModule) -> None:
+    """Write on each op which of its module's calls of that op it is (``node.meta["amp_call"]``), in graph order. A
+    graph that is numbered keeps its numbers, so that they stay those of the captured graph when a pass removes an
+    op."""
+    if any(CALL in node.meta for node in gm.graph.nodes):
+        return
+    counts: Counter[tuple[str, str]] = Counter()
+    for _, inner in all_graphs(gm):
+        for node in inner.graph.nodes:
+            if node.op == "call_function":
+                key = module_path(node), op_name(node)
+                node.meta[CALL] = counts[key]
+                counts[key] += 1
 
 
 _TORCH = os.path.dirname(torch.__file__)

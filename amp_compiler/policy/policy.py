@@ -8,8 +8,9 @@ Precedence, the first that applies wins:
 1. what the model's code says, the innermost first: a ``precision(...)`` scope, a nested ``torch.autocast`` region, a
    module marked by ``set_precision`` (a module called inside a region is inside it; a region in the forward of a
    marked module is inside that module);
-2. ``exclude`` and ``with_modules`` rules, the last matching rule first; a region wins over the rule of a module
-   around it, and the rule of a module that is called in the region wins over the region;
+2. rules for single calls (``with_calls``), then ``exclude`` and ``with_modules`` rules, the last matching rule first;
+   a region wins over the rule of a module around it, and the rule of a module that is called in the region wins over
+   the region;
 3. conditional rules (op, argument, values);
 4. ``white_list`` / ``black_list`` / ``with_ops``;
 5. the op table.
@@ -30,7 +31,9 @@ import torch
 from ..common.errors import ArgumentError, PolicyError
 from ..common.files import write_text
 from ..common.torch_names import schemas_of
-from . import toml
+from . import calls, toml
+from .calibrated import Measurements, Standing, rules_for
+from .calls import CallRule
 from .dtypes import check_low_dtype, default_dtype, dtype_name, precision_dtype
 from .levels import DEFAULT_LEVEL, LEVELS, Level, check_level
 from .ops import torch_lists
@@ -76,6 +79,7 @@ class Policy:
         modules: Pairs of a module path pattern and a precision; see ``with_modules``.
         conditional: Rules that depend on an argument's value; see ``with_conditional``.
         autocast_device: ``"cpu"`` or ``"cuda"`` to reproduce ``torch.autocast`` of that device; see ``Policy.torch``.
+        calls: Rules for single ops of a module; see ``with_calls``.
 
     Examples:
         >>> import torch
@@ -94,6 +98,7 @@ class Policy:
     conditional: tuple[Conditional, ...] = ()
     #: "cpu" or "cuda": reproduce torch.autocast's lists and rules of that device instead of the table
     autocast_device: str | None = None
+    calls: tuple[CallRule, ...] = ()
 
     def __post_init__(self) -> None:
         check_level(self.level)
@@ -102,6 +107,7 @@ class Policy:
         object.__setattr__(self, "ops", tuple(sorted(_classes(self.ops).items())))
         object.__setattr__(self, "modules", tuple(_module_rule(rule) for rule in self.modules))
         object.__setattr__(self, "conditional", tuple(_conditional(rule) for rule in self.conditional))
+        object.__setattr__(self, "calls", calls.check_rules(self.calls))
         if self.autocast_device is not None and self.autocast_device not in torch_lists.LISTS:
             raise PolicyError(
                 f"torch.autocast's lists are known for {', '.join(torch_lists.LISTS)}, not {self.autocast_device!r}."
@@ -122,6 +128,27 @@ class Policy:
         """Return a policy that reproduces ``torch.autocast(device_type, dtype)``, list for list and rule for rule."""
         low = default_dtype(device_type) if dtype is None else check_low_dtype(dtype)
         return cls("auto", low, autocast_device=device_type)
+
+    @classmethod
+    def calibrated(
+        cls, calibration: Measurements, level: str = DEFAULT_LEVEL, dtype: DType | str | None = None,
+        margin: float = 2.0,
+    ) -> Policy:  # fmt: skip
+        """Return a policy that fits what ``calibrate`` measured: a rule, with its reason in figures, for each op whose
+        values do not fit the low-precision dtype, and for each op of the black list that is harmless in it.
+
+        Args:
+            calibration: What ``calibrate`` returned, or ``Calibration.load`` read.
+            level: The level for everything else.
+            dtype: The low-precision dtype, by default the one that was calibrated for.
+            margin: How much larger, or smaller, values of other data may be than those that were measured.
+        """
+        policy = cls(level, check_low_dtype(getattr(calibration, "dtype", None) if dtype is None else dtype))
+        return policy.with_calls(rules_for(calibration, policy.low, margin, policy._standing))
+
+    def _standing(self, op: str) -> Standing:
+        choice = self.classify(op)
+        return Standing(choice.cls, self.level_row.treatment(choice.cls), choice.row)
 
     def with_ops(
         self, low: Iterable[OpLike] = (), fp32: Iterable[OpLike] = (), follow: Iterable[OpLike] = ()
@@ -144,6 +171,12 @@ class Policy:
         if not isinstance(rules, Mapping):
             raise PolicyError(f"Module rules are a mapping such as {{'encoder.*': 'float32'}}, not {rules!r}.")
         return dataclasses.replace(self, modules=self.modules + tuple(rules.items()))
+
+    def with_calls(self, rules: Iterable[CallRule]) -> Policy:
+        """Return a policy with ``rules`` for single ops of a module. The newest rule for a call counts, and a rule with
+        a number wins over one without.
+        """
+        return dataclasses.replace(self, calls=self.calls + calls.check_rules(rules))
 
     def with_conditional(self, rules: Iterable[tuple[OpLike, str, Iterable[Any]]]) -> Policy:
         """Return a policy with ``rules`` ``(op, argument, values)``: the op runs in fp32 where the argument has one of
@@ -207,6 +240,17 @@ class Policy:
                 return pattern, precision_dtype(precision)
         return None
 
+    @functools.cached_property
+    def _calls(self) -> dict[tuple[str, str, int | None], CallRule]:
+        return {(rule.module, rule.op, rule.number): rule for rule in self.calls}
+
+    def call_rule(self, module: str, op: str, number: int | None) -> CallRule | None:
+        """Return the rule for call ``number`` of ``op`` in the code of the module ``module`` (a path), or None."""
+        if not self.calls:
+            return None
+        name = EQUIVALENT.get(op, op)
+        return self._calls.get((module, name, number)) or self._calls.get((module, name, None))
+
     # ------------------------------------------------------------------------------------- files
 
     def to_file(self, path: str | os.PathLike[str]) -> None:
@@ -220,7 +264,8 @@ class Policy:
                 "autocast_device": self.autocast_device}  # fmt: skip
         modules = [{"pattern": pattern, "precision": precision} for pattern, precision in self.modules]
         rules = [{"op": r.op, "argument": r.argument, "values": list(r.values)} for r in self.conditional]
-        return toml.text(head, lists, {"module": modules, "conditional": rules})
+        single = [rule.to_dict() for rule in self.calls]
+        return toml.text(head, lists, {"module": modules, "call": single, "conditional": rules})
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Policy:
@@ -248,6 +293,8 @@ class Policy:
         policy = policy.with_ops(**{key: _as_list(value, key) for key, value in ops.items()})
         tables = toml.tables(data, "module", ("pattern", "precision"))
         policy = dataclasses.replace(policy, modules=tuple((t["pattern"], t["precision"]) for t in tables))
+        single = toml.tables(data, "call", calls.FIELDS, calls.REQUIRED)
+        policy = policy.with_calls(CallRule(**table) for table in single)
         rules = toml.tables(data, "conditional", ("op", "argument", "values"))
         return policy.with_conditional(
             (r["op"], r["argument"], _as_list(r["values"], "values")) for r in rules

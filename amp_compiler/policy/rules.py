@@ -28,6 +28,7 @@ class Rule(enum.StrEnum):
     UNLISTED = "unlisted", "no rule: the op is not listed"
     CONDITIONAL = "conditional", "a conditional rule of the policy"
     MODULE_RULE = "module_rule", "a module rule of the policy"
+    CALL_RULE = "call_rule", "a rule of the policy for this op of the module"
     SET_PRECISION = "set_precision", "set_precision"
     LEVEL = "level", "the level"
     AUTOCAST = "autocast", "torch.autocast's lists"

@@ -13,7 +13,7 @@ from ..common.errors import PolicyError
 from ..common.messages import suggestion
 
 FILE_VERSION = 1
-_KEYS = ("version", "level", "dtype", "autocast_device", "ops", "module", "conditional")
+_KEYS = ("version", "level", "dtype", "autocast_device", "ops", "module", "call", "conditional")
 
 
 def text(
@@ -61,14 +61,16 @@ def check_keys(where: str, data: Mapping[str, Any], known: tuple[str, ...]) -> N
             raise PolicyError(f"Unknown key '{key}' in {where}.", hint=hint)
 
 
-def tables(data: Mapping[str, Any], key: str, fields: tuple[str, ...]) -> list[Mapping[str, Any]]:
-    """Return the ``[[key]]`` tables of a document, each with exactly these fields."""
+def tables(
+    data: Mapping[str, Any], key: str, fields: tuple[str, ...], required: tuple[str, ...] | None = None
+) -> list[Mapping[str, Any]]:
+    """Return the ``[[key]]`` tables of a document, each with these fields: all of them, or at least ``required``."""
     found = data.get(key, [])
     if not isinstance(found, list) or not all(isinstance(t, dict) for t in found):
         raise PolicyError(f"'{key}' must be written as [[{key}]] tables.")
     for table in found:
         check_keys(f"[[{key}]]", table, fields)
-        missing = [f for f in fields if f not in table]
+        missing = [f for f in (fields if required is None else required) if f not in table]
         if missing:
             raise PolicyError(f"A [[{key}]] table lacks '{missing[0]}'.")
     return found

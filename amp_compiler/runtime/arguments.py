@@ -116,7 +116,7 @@ def _exclusions(exclude: Iterable[str | type[nn.Module]]) -> list[str | type[nn.
 
 def _with_excluded(policy: Policy, model: Any, exclude: tuple[str | type[nn.Module], ...]) -> Policy:
     if not isinstance(model, nn.Module):
-        if exclude or policy.modules:
+        if exclude or policy.modules or any(rule.module for rule in policy.calls):
             raise PolicyError("exclude and module rules need a torch.nn.Module: a function has no module paths.")
         return policy
     modules = modules_of(model)
@@ -141,6 +141,10 @@ def _with_excluded(policy: Policy, model: Any, exclude: tuple[str | type[nn.Modu
         others = [p for path in named if (p := first[id(modules[path])]) and not matches(pattern, p)]
         if inside_ddp(model) is not None:
             rules.update(dict.fromkeys(others, precision))
+    for rule in policy.calls:
+        if rule.module not in modules:
+            message = f"The call rule '{rule}' names the module {rule.module!r}, which the model does not have."
+            raise PolicyError(message, hint=nearest_path(rule.module, modules))
     return policy.with_modules(rules) if rules else policy
 
 

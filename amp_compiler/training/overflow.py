@@ -166,7 +166,7 @@ def _of_op(probe: Probe, phase: str, seen: Seen, known: Circumstances, of: str) 
         advice = f"The gradient overflows when it is cast to {name}: {', or '.join(lists)}."
     else:
         advice = _advice(phase, seen, op, module, name, known)
-    return _Answer(text, advice, phase, value, op, module, _source(node), name)
+    return _Answer(text, advice, phase, value, op, module, users_line(node), name)
 
 
 def _of_cast(probe: Probe, cast: Seen, of: str) -> _Answer:
@@ -189,7 +189,7 @@ def _of_cast(probe: Probe, cast: Seen, of: str) -> _Answer:
     keep = f"exclude=['{place}'] or " if place else ""
     advice = f"Keep {ir.op_name(reader)} in fp32: {keep}black_list=['{ir.op_name(reader)}']"
     advice += ", or use dtype=torch.bfloat16." if low == "float16" else "."
-    return _Answer(text, advice, "forward", cast.value, op, module, _source(maker.node), low)
+    return _Answer(text, advice, "forward", cast.value, op, module, users_line(maker.node), low)
 
 
 def _written_by_user(node: fx.Node) -> bool:
@@ -216,7 +216,7 @@ def _inputs(probe: Probe, seen: Seen) -> str:
     return ", ".join(parts)
 
 
-def _source(node: fx.Node) -> str:
+def users_line(node: fx.Node) -> str:
     """Return the user's line, without the names that Dynamo gives to the rest of a function after a graph break."""
     if f"{os.sep}amp_compiler{os.sep}training{os.sep}" in ir.source_line(node):
         return "the loss function"  # one of torch's own, called by us

@@ -11,11 +11,32 @@ from torch import Tensor, nn
 from ..policy.scopes import original_of
 
 
-class Owner:
+class Holder:
+    """The modules of a model and its loss function, and what they hold."""
+
+    def __init__(self, model: Any, loss_fn: Any) -> None:
+        self.model, self.loss_fn = model, loss_fn
+
+    def modules(self) -> Iterator[nn.Module]:
+        for root in (self.model, self.loss_fn):
+            if isinstance(root, nn.Module):
+                yield from map(original_of, root.modules())
+
+    def attributes(self) -> list[tuple[dict[str, Any], str]]:
+        """Return (dictionary, key) for every module attribute that holds a tensor other than a parameter."""
+        found: list[tuple[dict[str, Any], str]] = []
+        for module in self.modules():
+            found += [(module._buffers, key) for key in module._buffers]
+            found += [(module.__dict__, key) for key, value in module.__dict__.items() if isinstance(value, Tensor)]
+        return found
+
+
+class Owner(Holder):
     """The tensors of the model, the loss function and the optimizer taken together."""
 
     def __init__(self, model: nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
+        super().__init__(model, loss_fn)
+        self.optimizer = optimizer
         self._trained: list[Tensor] = []
         self.look()
 
@@ -33,11 +54,6 @@ class Owner:
         for group in self.optimizer.param_groups:
             found.update((id(p), p) for p in group["params"])
         self._trained = list(found.values())
-
-    def modules(self) -> Iterator[nn.Module]:
-        for root in (self.model, self.loss_fn):
-            if isinstance(root, nn.Module):
-                yield from map(original_of, root.modules())
 
     def parameters(self) -> list[Tensor]:
         """Return every tensor that is trained or gets a gradient, once each, as of the last ``look``."""
@@ -69,11 +85,3 @@ class Owner:
         """Return the untrained tensors that a forward may write to: buffers, and parameters without a gradient."""
         frozen = {name: p for name, p in self.named_parameters().items() if not p.requires_grad}
         return {**self.buffers(), **frozen}
-
-    def attributes(self) -> list[tuple[dict[str, Any], str]]:
-        """Return (dictionary, key) for every module attribute that holds a tensor other than a parameter."""
-        found: list[tuple[dict[str, Any], str]] = []
-        for module in self.modules():
-            found += [(module._buffers, key) for key in module._buffers]
-            found += [(module.__dict__, key) for key, value in module.__dict__.items() if isinstance(value, Tensor)]
-        return found

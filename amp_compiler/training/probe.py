@@ -7,9 +7,9 @@ values and gradients are kept in memory meanwhile, so this is for diagnosing one
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -57,6 +57,8 @@ class Probe:
     gradients: int = 0
     #: hooks on the watched tensors: if not removed, each would keep its tensor and the batch's whole graph alive
     hooks: list[RemovableHandle] = field(default_factory=list)
+    #: runs the graphs instead, for another question (``underflow.py``)
+    instead: Callable[[fx.GraphModule, Sequence[Any]], Any] | None = None
 
     def begin(self, *, in_fp32: bool = False) -> None:
         self.in_fp32 = in_fp32
@@ -67,11 +69,11 @@ class Probe:
         done = Probe(False, self.in_fp32, self.seen, self.made, self.read_on, self.gradients)
         while self.hooks:
             self.hooks.pop().remove()
-        self.looking, self.seen, self.made, self.read_on = False, {}, {}, {}
+        self.looking, self.seen, self.made, self.read_on, self.instead = False, {}, {}, {}, None
         return done
 
     def run(self, graph: fx.GraphModule, args: Sequence[Any]) -> Any:
-        return _Watching(graph, self).run(*args)
+        return Watching(graph, self).run(*args) if self.instead is None else self.instead(graph, args)
 
     def watch(self, node: fx.Node, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = [t for t in pytree.tree_leaves(result) if is_float(t)]
@@ -148,28 +150,45 @@ class Probe:
         return (guilty or finite or readers or [bad])[-1]
 
 
-class _Watching(fx.Interpreter):
-    def __init__(self, graph: fx.GraphModule, probe: Probe) -> None:
-        super().__init__(graph, garbage_collect_values=False)
-        self.probe = probe
+class Watcher(Protocol):
+    """Sees every value of a graph that ``Watching`` runs."""
+
+    def watch(self, node: fx.Node, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
+
+
+class Watching(fx.Interpreter):
+    """Runs a graph node by node and shows every value to a watcher. ``keep``: all values stay in memory meanwhile."""
+
+    def __init__(self, graph: fx.GraphModule, watcher: Watcher, keep: bool = True) -> None:
+        super().__init__(graph, garbage_collect_values=not keep)
+        self.watcher, self.keep = watcher, keep
 
     def run_node(self, n: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        if n.op == "call_function" and ir.op_name(n) in _TRANSPARENT:
-            bodies = [a for a in args if isinstance(a, fx.GraphModule)]
-            result = _Watching(bodies[0], self.probe).run(*args[args.index(bodies[0]) + 1 :])
-        elif n.op == "call_function" and self.probe.in_fp32:
+        widened = n.op == "call_function" and getattr(self.watcher, "in_fp32", False)
+        if widened and ir.op_name(n) not in _TRANSPARENT:
             args, kwargs = pytree.tree_map(_widen, (args, kwargs))
             result = self.call_function(n.target, args, kwargs)
         else:
-            result = super().run_node(n)
+            result = self.run_op(n, args, kwargs)
         if n.op == "placeholder":
             args = (result,)
         if n.op == "placeholder" and is_float(result) and result.is_leaf and result.requires_grad:
             result = result.view_as(result)  # keeps the hook off the user's own parameter
         if n.op != "output" and not isinstance(result, fx.GraphModule):
-            self.probe.watch(n, result, args, kwargs)
+            self.watcher.watch(n, result, args, kwargs)
         return result
+
+    def run_op(self, n: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one node; the body of a transparent op is run node by node too."""
+        if n.op == "call_function" and ir.op_name(n) in _TRANSPARENT:
+            bodies = [a for a in args if isinstance(a, fx.GraphModule)]
+            return self.inside(bodies[0], args[args.index(bodies[0]) + 1 :])
+        return super().run_node(n)
+
+    def inside(self, body: fx.GraphModule, args: Sequence[Any]) -> Any:
+        """Run a graph that is inside of this one."""
+        return type(self)(body, self.watcher, self.keep).run(*args)
 
 
 def _widen(value: Any) -> Any:

@@ -17,7 +17,7 @@ from ..kernels.all_finite import all_finite
 from ..policy import dtype_name
 from .misfits import Misfits, misfits
 from .overflow import ELSEWHERE, Circumstances, Overflow, explain
-from .owner import Owner
+from .owner import Holder, Owner
 from .probe import Probe
 from .window import Batch, Window, rng_state, set_rng_state
 
@@ -108,7 +108,7 @@ def _look(
 
 
 @contextlib.contextmanager
-def undisturbed(owner: Owner, device: torch.device) -> Iterator[None]:
+def undisturbed(owner: Holder, device: torch.device) -> Iterator[None]:
     """Restore the random generators and the tensors of the model's modules on exit."""
     states = rng_state(device)
     held = [(holder, key, holder[key]) for holder, key in owner.attributes()]

@@ -10,7 +10,7 @@ from torch import fx
 from amp_compiler import ir
 from amp_compiler.ir.nesting import Nested, policies_in, policy_at
 from amp_compiler.ir.regions import Region
-from amp_compiler.policy import Policy, Rule, dtype_name, precision_dtype
+from amp_compiler.policy import CallRule, Policy, Rule, dtype_name, precision_dtype
 from amp_compiler.rewrite.base import Context
 
 
@@ -33,6 +33,9 @@ def forced_dtype(node: fx.Node, ctx: Context) -> Forced | None:
         if dtype is not None:
             named = f"set_precision({paths[index] or 'the model'}, {dtype_name(dtype)})"
             return Forced(dtype, named, Rule.SET_PRECISION, True)
+    if depth < len(paths) and (single := _call_rule(node, paths[-1], ctx.policy)) is not None:
+        told = single.reason or f"call rule '{single}'"
+        return Forced(precision_dtype(single.precision), told, Rule.CALL_RULE, True)
     has_rules = policy_at(node, ctx.policy).modules or ctx.policy.modules
     for path in reversed(paths[depth:]) if has_rules else ():
         rule = _module_rule(node, path, ctx.policy)
@@ -61,6 +64,16 @@ def _module_rule(node: fx.Node, path: str, policy: Policy) -> tuple[str, torch.d
     return policy.module_rule(path)
 
 
+def _call_rule(node: fx.Node, path: str, policy: Policy) -> CallRule | None:
+    """Return the rule for this very op; inside a part that was compiled by itself, its own rules come first."""
+    part, name, number = node.meta.get(ir.NESTED), ir.op_name(node), node.meta.get(ir.CALL)
+    if isinstance(part, Nested) and part.policy.calls and (inside := part.relative(path)) is not None:
+        rule = part.policy.call_rule(inside, name, number)
+        if rule is not None:
+            return rule
+    return policy.call_rule(path, name, number)
+
+
 def low_at(node: fx.Node, ctx: Context) -> torch.dtype:
     """Return the dtype that counts as low at a node; fp32 in an fp32 region."""
     forced = forced_dtype(node, ctx)
@@ -72,6 +85,7 @@ def low_dtypes(gm: fx.GraphModule, ctx: Context) -> tuple[torch.dtype, ...]:
     found = set(ctx.module_precision.values())
     for policy in policies_in(gm, ctx.policy):
         found |= {policy.low, *(precision_dtype(name) for _, name in policy.modules)}
+        found |= {precision_dtype(rule.precision) for rule in policy.calls}
     regions = (node.meta.get(ir.REGION) for node in gm.graph.nodes)
     found |= {region.dtype for region in regions if isinstance(region, Region) and region.dtype is not None}
     return tuple(dtype for dtype in ir.LOW_DTYPES if dtype in found)

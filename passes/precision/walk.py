@@ -42,6 +42,7 @@ RULES = (
 def assign(gm: fx.GraphModule, ctx: Context) -> bool:
     """Write a decision on every node; True if one of them has changed."""
     before = {node: ir.decision(node) for _, inner in ir.all_graphs(gm) for node in inner.graph.nodes}
+    ir.number_calls(gm)
     held = held_by_weights(gm, ctx)
     _assign(State(gm, ctx, _assign, carried=held), None)
     kept = limits.kept_in_fp32(gm)

@@ -68,6 +68,16 @@ def breaks():
 
 plain = nn.Linear(16, 4)
 number = 3
+
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(8, 16, generator=generator)]
+
+
+def error(compiled):
+    with torch.no_grad():
+        return float((compiled(batches()[0]) - compiled.original(batches()[0])).abs().max())
 '''
 
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 from typer.testing import Result
 
-from amp_compiler.cli import convert, doctor, dump, explain, ops, passes, predict
+from amp_compiler.cli import calibrate, convert, doctor, dump, explain, ops, passes, predict, search
 
-COMMANDS = (dump, explain, ops, predict, convert, passes, doctor)
+COMMANDS = (dump, explain, ops, predict, calibrate, convert, search, passes, doctor)
 EXAMPLES = [example for command in COMMANDS for example in command.EXAMPLES]
 ROOT = Path(__file__).parents[2]
 

@@ -32,7 +32,8 @@ class Link:
 @dataclass(frozen=True)
 class Explanation:
     """Why one node has its precision. ``chain``: from the node up to the rule. ``casts_in`` and ``casts_out``: around
-    it in the forward graph. ``runs_as``: its nodes in the graph that runs, with the casts that are left there."""
+    it in the forward graph. ``runs_as``: its nodes in the graph that runs, with the casts that are left there.
+    ``measured``: what a calibration says about its values, one sentence each."""
 
     node: NodeView
     chain: tuple[Link, ...]
@@ -40,6 +41,7 @@ class Explanation:
     casts_out: tuple[NodeView, ...]
     runs_as: tuple[NodeView, ...] = ()
     casts_left: tuple[NodeView, ...] = ()
+    measured: tuple[str, ...] = ()
 
     @property
     def cast_bytes(self) -> int:
@@ -159,6 +161,8 @@ def lines(found: Explanation, view: GraphView) -> list[Text]:
         text.append(Text(f"  {'why' if not place else '':<8} {link.by}"))
         if link.reason and link.reason not in link.by:
             text.append(Text(f"  {'':<8} {link.reason}", style="dim"))
+    for place, sentence in enumerate(found.measured):
+        text.append(Text(f"  {'' if place else 'measured':<8} {sentence}"))
     for what, casts in (("reads", found.casts_in), ("is read", found.casts_out)):
         for cast in casts:
             text.append(Text(f"  {what:<8} {_cast(cast, view, named_input=what == 'reads')}", style=CAST[0]))
@@ -197,6 +201,7 @@ def document(found: Sequence[Explanation]) -> list[dict[str, Any]]:
             "cast_bytes": one.cast_bytes,
             "runs_as": [n.name for n in one.runs_as],
             "casts_left": [node_document(n) for n in one.casts_left],
+            **({"measured": list(one.measured)} if one.measured else {}),
         }
         for one in found
     ]  # fmt: skip

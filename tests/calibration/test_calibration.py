@@ -1,0 +1,158 @@
+"""The data of a calibration: merging, files, and what a damaged file gives."""
+
+from __future__ import annotations
+
+import errno
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from amp_compiler import Calibration, CalibrationError
+from amp_compiler.calibration.row import Row
+from amp_compiler.runtime.record import Range
+
+COUNTS = st.integers(0, 2**40)
+FLOATS = st.floats(0, 1e38, allow_nan=False)
+EXPONENTS = st.dictionaries(st.integers(-127, 127), st.integers(1, 10**9)).map(lambda d: tuple(sorted(d.items())))
+RANGES = st.builds(Range, COUNTS, FLOATS, FLOATS, COUNTS, COUNTS, COUNTS, COUNTS, COUNTS, EXPONENTS)
+ROWS = st.builds(
+    Row, st.text(), st.text(), st.text(), st.text(), RANGES, FLOATS, st.none() | RANGES,
+    st.lists(RANGES, max_size=3).map(tuple), st.none() | COUNTS, st.none() | RANGES,
+)  # fmt: skip
+CALIBRATIONS = st.builds(
+    Calibration, st.lists(ROWS, max_size=3).map(tuple), st.sampled_from([torch.float16, torch.bfloat16]),
+    FLOATS, COUNTS, st.text(), st.booleans(),
+)  # fmt: skip
+ONE = Calibration(
+    (Row("linear", "linear", "fc", "net.py:3", Range(4, 7e4, 1e-3, 1, 0, 0, 0, 2, ((-10, 1), (16, 3))), 0.5,
+         Range(4, 1e-9, 1e-9, 0, 4, 0, 0, 1, ((-30, 4),)), (Range(2, 1.0, 1.0),)),),
+    torch.float16, 1.0, 2, "Net", True,
+)  # fmt: skip
+
+
+@given(CALIBRATIONS)
+def test_json_gives_back_every_field(calibration: Calibration) -> None:
+    assert Calibration.from_json(calibration.to_json()) == calibration
+
+
+def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
+    ONE.save(tmp_path / "ranges.json")
+    assert Calibration.load(tmp_path / "ranges.json") == ONE
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 0.999])
+def test_a_file_that_was_cut_off_is_refused(tmp_path: Path, share: float) -> None:
+    text = ONE.to_json()
+    path = tmp_path / "ranges.json"
+    path.write_text(text[: int(len(text) * share)])
+    with pytest.raises(CalibrationError, match=r"ranges\.json is"):
+        Calibration.load(path)
+
+
+DAMAGE: dict[str, tuple[Any, ...]] = {
+    "no kind": ("kind", "policy"),
+    "newer": ("version", 99),
+    "a dtype": ("dtype", "float64"),
+    "a negative count": ("batches", -1),
+    "a scale that is a text": ("scale", "1"),
+    "a bool as a number": ("batches", True),
+    "rows that are missing": ("number_of_rows", 2),
+    "rows that are none": ("rows", 3),
+    "a row that is none": ("rows", [3]),
+    "infinite": ("scale", float("inf")),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_named(name: str) -> None:
+    key, value = DAMAGE[name]
+    data = json.loads(ONE.to_json())
+    data[key] = value
+    with pytest.raises(CalibrationError, match="calibrat"):
+        Calibration.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize("key", ["node", "result", "sensitivity", "operands", "gradient"])
+def test_a_row_without_a_field_is_damage(key: str) -> None:
+    data = json.loads(ONE.to_json())
+    del data["rows"][0][key]
+    with pytest.raises(CalibrationError, match=f"damaged .*{key} is missing"):
+        Calibration.from_json(json.dumps(data))
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "ranges.json"
+    ONE.save(path)
+    before = path.read_bytes()
+
+    def full(*args: Any, **kwargs: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(CalibrationError, match=r"could not be written .*No space left on device"):
+        Calibration().save(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_merged_over_batches() -> None:
+    other = Calibration(
+        (Row("linear_3", "linear", "fc", "net.py:3", Range(4, 9e4, 1e-2, 2, 0, 0, 0, 5, ((16, 4),)), 2.0),
+         Row("relu", "relu", "", "net.py:4", Range(4, 1.0, 1.0), 1.0)),
+        torch.float16, 1.0, 6, "Net", True,
+    )  # fmt: skip
+    first, second = ONE.merged(other).rows
+    assert (first.node, first.max_abs, first.min_nonzero, first.result.batch) == ("linear", 9e4, 1e-3, 5)
+    assert first.overflow == 3 / 8
+    assert first.underflow == 1.0  # of the gradients
+    assert first.sensitivity == 0.25 * 0.5 + 0.75 * 2.0
+    assert first.result.exponents == ((-10, 1), (16, 7))
+    assert second == other.rows[1]
+    assert ONE.merged(other).batches == 8
+
+
+@pytest.mark.parametrize("other", [Calibration(model="Other", has_gradients=True), Calibration(model="Net")])
+def test_calibrations_of_different_models_are_not_merged(other: Calibration) -> None:
+    with pytest.raises(CalibrationError, match="do not belong together"):
+        ONE.merged(other)
+
+
+class _Tags(HTMLParser):
+    """Counts the elements of a page and checks that they are closed in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+@given(CALIBRATIONS)
+def test_the_page_has_every_op(calibration: Calibration) -> None:
+    tags = _Tags()
+    tags.feed(calibration.to_html())
+    assert tags.open == []
+    assert [tag for tag, _ in tags.seen].count("details") == len(calibration.rows)
+
+
+def test_the_page_colours_by_range_and_shows_exponents(tmp_path: Path) -> None:
+    text = ONE.to_html(tmp_path / "ranges.html")
+    assert (tmp_path / "ranges.html").read_text() == text
+    tags = _Tags()
+    tags.feed(text)
+    assert [given["class"] for tag, given in tags.seen if tag == "summary"] == ["overflows"]
+    bars = [given["fill"] for tag, given in tags.seen if tag == "rect"]
+    assert bars == ["#4a7", "#d43", "#d43"]  # 2**-10 fits; 2**16 and the gradients at 2**-30 do not

@@ -1,0 +1,374 @@
+"""``search_policy``: planted faults, bad input, journals."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+import warnings
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+import torch
+from planted import Planted, expected, relative_error
+from sklearn import datasets
+from torch import nn
+
+import amp_compiler.search as front
+from amp_compiler import (
+    AmpWarning,
+    ArgumentError,
+    CalibrationError,
+    Policy,
+    SearchError,
+    amp_compile,
+    calibrate,
+    convert_model,
+    search_policy,
+)
+
+X = torch.linspace(-1, 1, 128).reshape(8, 16)
+FAULTS = {0: "quotient", 2: "activations"}
+
+
+@pytest.fixture(scope="module")
+def searched():
+    model = Planted(4, FAULTS).eval()
+    calibration = calibrate(model, [(X, None)])
+    evaluate = relative_error(model, X)
+    return model, search_policy(model, evaluate, tolerance=0.01, maximize=False, calibration=calibration)
+
+
+def test_planted_faults_are_found_in_few_evaluations(searched):
+    _, search = searched
+    assert {name for name, _ in search.reasons} == expected(FAULTS)
+    assert set(search.blamed) == expected(FAULTS)
+    assert search.evaluations <= 12
+    assert search.complete
+    assert search.verified
+    assert search.confidence is None
+    assert search.share == 1.0
+    assert not math.isfinite(search.trials[0].metric)
+    assert search.trials[-1].purpose == "verification"
+    assert search.metric == search.trials[-1].metric <= 0.01
+    assert search.baseline == 0.0
+
+
+def test_the_report_says_which_ops_are_why(searched):
+    _, search = searched
+    report = search.report()
+    assert {row.name for row in report.rows} == expected(FAULTS)
+    assert all(row.alone for row in report.rows)
+    text = str(report)
+    assert "everything low fails: metric nan" in text
+    assert "float16 holds 65504" in text
+    assert "planted.py" in text
+    assert "blocks.0:addcdiv#0" in text
+
+
+def test_the_policy_works_everywhere(searched, tmp_path):
+    model, search = searched
+    held_out = X.flip(0) * 0.9
+    evaluate = relative_error(model, held_out)
+    assert evaluate(amp_compile(model, policy=search.policy)) <= 0.01
+    converted = convert_model(model, (held_out,), policy=search.policy)
+    assert evaluate(converted) <= 0.01
+    assert converted.report().low_flops_share == 1.0
+    assert not math.isfinite(evaluate(convert_model(model, (held_out,), level="O3", dtype=torch.float16)))
+    search.to_file(tmp_path / "policy.toml")
+    assert Policy.from_file(tmp_path / "policy.toml") == search.policy
+    assert "; float16 holds 65504; in float16 the metric is nan" in (tmp_path / "policy.toml").read_text()
+
+
+def test_the_trials_as_data_and_as_a_plot(searched, tmp_path):
+    _, search = searched
+    data = json.loads(search.to_json())
+    assert len(data["trials"]) == len(search.trials)
+    assert data["trials"][0]["metric"] == "nan"
+    shares, metrics = zip(*((t.share, t.metric) for t in search.front), strict=True)
+    assert list(shares) == sorted(shares)
+    assert list(metrics) == sorted(metrics)
+    root = ElementTree.fromstring(search.to_svg(tmp_path / "front.svg"))
+    assert len([e for e in root.iter() if e.tag.endswith("circle")]) == len(search.trials)
+    assert (tmp_path / "front.svg").exists()
+
+
+def test_without_a_calibration():
+    faults = {1: "quotient"}
+    model = Planted(2, faults).eval()
+    search = search_policy(model, relative_error(model, X), tolerance=0.01, maximize=False, objective="bytes")
+    assert {name for name, _ in search.reasons} == expected(faults)
+    assert 0.5 < search.share < 1.0
+
+
+def test_digits_keep_their_accuracy_with_nearly_everything_low():
+    data, labels = datasets.load_digits(return_X_y=True)
+    x, y = torch.tensor(data, dtype=torch.float32) * 16, torch.tensor(labels)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10),
+                          Sharp())  # fmt: skip
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    for _ in range(40):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model[:5](x[:1000] / 256), y[:1000]).backward()
+        optimizer.step()
+    with torch.no_grad():
+        model[0].weight /= 256
+    model.eval()
+
+    def accuracy(net, part):
+        with torch.no_grad():
+            return float((net(x[part]).argmax(1) == y[part]).double().mean())
+
+    search = search_policy(model, lambda net: accuracy(net, slice(1000, 1400)), tolerance=0.01,
+                           calibration=calibrate(model, [(x[:200], None)]))  # fmt: skip
+    held_out = slice(1400, None)
+    assert accuracy(amp_compile(model, level="O3", dtype=torch.float16), held_out) < 0.5, "O3 fails"
+    found = amp_compile(model, policy=search.policy)
+    assert accuracy(found, held_out) >= accuracy(model, held_out) - 0.01
+    assert found.report().low_flops_share >= 0.95
+    assert {row.module for row in search.report().rows} == {"5"}
+
+
+class Sharp(nn.Module):
+    """Normalizes scores in a way that fp16 cannot: by the sum of their exponentials."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(8.0), requires_grad=False)
+
+    def forward(self, x):
+        e = torch.exp(x * self.scale)
+        return e / e.sum(1, keepdim=True)
+
+
+# ----------------------------------------------------------------------------------------- without a compiler
+
+
+class Pretended:
+    """Stands for the compiler: a compiled model is its policy, and has the graphs of a real one."""
+
+    def __init__(self, graphs) -> None:
+        self.graphs, self.made = graphs, 0
+
+    def __call__(self, model, policy):
+        self.made += 1
+        result = type("Compiled", (), {})()
+        result.graphs, result.policy = self.graphs, policy
+        result.fp32 = {str(rule) for rule in policy.calls}
+        return result
+
+
+@pytest.fixture(scope="module")
+def graphs():
+    real = amp_compile(Planted(5, {}).eval(), level="O3", dtype=torch.float16)
+    real(X)
+    return real.graphs
+
+
+@pytest.fixture
+def pretended(graphs, monkeypatch):
+    compiler = Pretended(graphs)
+    monkeypatch.setattr(front, "amp_compile", compiler)
+    return Planted(5, {}).eval(), compiler
+
+
+BAD = {"blocks.0:tanh#0", "blocks.4.fc:linear#0"}
+
+
+def bad_ops(compiled) -> float:
+    """A metric that two ops break."""
+    return 0.0 if compiled.policy.level == "O0" else float(len(BAD - compiled.fp32))
+
+
+def search_bad(model, evaluate=bad_ops, **options):
+    return search_policy(model, evaluate, **{"tolerance": 0.5, "maximize": False, **options})
+
+
+def test_the_pretended_compiler(pretended):
+    search = search_bad(pretended[0])
+    assert set(search.blamed) == BAD == {str(rule) for rule in search.policy.calls}
+
+
+@pytest.mark.parametrize(("value", "words"), [
+    (None, "returned NoneType on the fp32 model"), ("0.9", "returned str"), (torch.ones(3), "returned Tensor"),
+    (math.nan, "gives nan for the fp32 model"), (math.inf, "Bound the metric"),
+])  # fmt: skip
+def test_an_evaluate_that_returns_no_number(pretended, value, words):
+    with pytest.raises(SearchError, match=words):
+        search_bad(pretended[0], lambda compiled: value)
+
+
+def test_nan_in_a_trial_is_a_failure(pretended):
+    search = search_bad(pretended[0], lambda c: math.nan if bad_ops(c) else 0.0)
+    assert set(search.blamed) == BAD
+
+
+def test_an_evaluate_that_raises_loses_nothing(pretended, tmp_path):
+    model, compiler = pretended
+    calls = itertools.count()
+
+    def evaluate(compiled):
+        if next(calls) == 6:
+            raise ValueError("the data is gone")
+        return bad_ops(compiled)
+
+    path = tmp_path / "journal.jsonl"
+    with pytest.raises(SearchError, match=r"ValueError: the data is gone.*6 evaluations are in") as caught:
+        search_bad(model, evaluate, journal=path)
+    assert isinstance(caught.value.__cause__, ValueError)
+    made = compiler.made
+    search = search_bad(model, evaluate, journal=path)
+    assert set(search.blamed) == BAD
+    fresh = search_bad(model)
+    assert search.evaluations == fresh.evaluations
+    assert [t.values for t in search.trials] == [t.values for t in fresh.trials]
+    assert compiler.made - made < 2 * fresh.evaluations - 4, "what is in the journal is not evaluated again"
+
+
+@pytest.mark.parametrize("stop", range(1, 12, 3))
+def test_a_search_that_is_killed_continues(pretended, tmp_path, stop):
+    model, _ = pretended
+    path, calls = tmp_path / "journal.jsonl", itertools.count(1)
+
+    def killed(compiled):
+        if next(calls) == stop:
+            raise KeyboardInterrupt
+        return bad_ops(compiled)
+
+    with pytest.raises(KeyboardInterrupt):
+        search_bad(model, killed, journal=path)
+    total = []
+    search = search_bad(model, lambda c: total.append(0) or bad_ops(c), journal=path)
+    fresh = search_bad(model)
+    assert (search.policy, search.evaluations) == (fresh.policy, fresh.evaluations)
+    assert len(total) == fresh.evaluations - stop + 1
+    again = search_bad(model, lambda c: pytest.fail("evaluated again"), journal=path)
+    assert again.policy == fresh.policy
+
+
+def test_a_journal_of_other_weights(pretended, tmp_path):
+    model, _ = pretended
+    path = tmp_path / "journal.jsonl"
+    search_bad(model, journal=path)
+    with torch.no_grad():
+        model.blocks[0].fc.bias += 1
+    with pytest.raises(SearchError, match=r"another search .with another model"):
+        search_bad(model, journal=path)
+
+
+def test_an_evaluate_that_changes_the_model(pretended):
+    model, _ = pretended
+    model.train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    seen = []
+
+    def evaluate(compiled):
+        seen.append(float(model.blocks[0].fc.bias.detach().sum()))
+        model.eval()
+        with torch.no_grad():
+            model.blocks[0].fc.bias += 1
+            model.blocks[1].fc.weight.fill_(math.nan)
+        return bad_ops(compiled)
+
+    with pytest.warns(AmpWarning, match=r"evaluate changed blocks.0.fc.bias and 1 more") as caught:
+        search = search_bad(model, evaluate)
+    assert len(caught) == 1
+    assert len(set(seen)) == 1, "every trial starts alike"
+    assert set(search.blamed) == BAD
+    assert model.training
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_an_evaluate_that_replaces_a_parameter(pretended):
+    model, _ = pretended
+
+    def evaluate(compiled):
+        model.blocks[0].fc = nn.Linear(16, 8)
+        return 0.0
+
+    with pytest.raises(SearchError, match=r"evaluate replaced 'blocks.0.fc.weight'"):
+        search_bad(model, evaluate)
+
+
+def test_a_noisy_metric(pretended):
+    noise = random.Random(0)
+    search = search_bad(pretended[0], lambda c: bad_ops(c) + noise.gauss(0, 0.05), budget=200)
+    assert {name for name, _ in search.reasons} >= BAD
+    assert len(search.reasons) <= len(BAD) + 2
+    assert search.confidence == 0.95
+    assert len(search.trials[-1].values) == 5
+    assert "with 95% confidence" in str(search)
+
+
+def test_a_metric_that_is_too_noisy(pretended):
+    noise = random.Random(0)
+    with pytest.raises(SearchError, match=r"varies from run to run.*tolerance of at least"):
+        search_bad(pretended[0], lambda c: noise.gauss(0, 5))
+
+
+def test_a_result_that_does_not_hold_again_is_not_returned(pretended):
+    """The metric changes after the search: nothing that was found before holds any more."""
+    calls = []
+
+    def evaluate(compiled):
+        calls.append(compiled.fp32)
+        return bad_ops(compiled) if calls.count(compiled.fp32) == 1 or compiled.policy.level == "O0" else 9.0
+
+    with pytest.warns(AmpWarning, match="did so again"):
+        search = search_bad(pretended[0], evaluate)
+    assert not search.verified
+    assert search.policy == Policy("O0", torch.float16)
+    assert search.metric == search.baseline
+
+
+@pytest.mark.parametrize("budget", range(4, 14))
+def test_a_budget_that_is_used_up(pretended, budget):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        search = search_bad(pretended[0], budget=budget)
+    assert search.evaluations <= budget
+    assert {name for name, _ in search.reasons} >= BAD
+    if not search.complete:
+        assert f"budget of {budget} evaluations is used up" in str(caught[0].message)
+    if search.verified:
+        assert search.trials[-1].holds
+        assert search.trials[-1].purpose == "verification"
+
+
+def test_everything_fails(pretended):
+    with pytest.warns(AmpWarning, match="everything in fp32"):
+        search = search_bad(pretended[0], lambda c: float(c.policy.level != "O0"), budget=100)
+    assert search.policy == Policy("O0", torch.float16)
+
+
+def test_an_evaluate_that_does_not_run_the_model(pretended):
+    model, compiler = pretended
+    compiler.graphs = []
+    with pytest.raises(SearchError, match="did not run the model"):
+        search_bad(model, lambda compiled: 1.0)
+
+
+def test_a_calibration_of_another_model(pretended):
+    other = calibrate(nn.Linear(4, 4), [(torch.ones(2, 4), None)])
+    with pytest.raises(CalibrationError, match="made for another one"):
+        search_bad(pretended[0], calibration=other)
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({"tolerance": -1}, "tolerance"), ({"tolerance": math.nan}, "tolerance"), ({"tolerance": "1"}, "tolerance"),
+    ({"budget": 1}, "budget"), ({"budget": 5.0}, "budget"), ({"objective": "speed"}, "flops, bytes"),
+    ({"maximize": 1}, "maximize"), ({"level": "O0"}, "nothing to search"), ({"level": "O9"}, "Unknown level"),
+    ({"dtype": torch.float32}, "dtype"), ({"calibration": {}}, "calibration"), ({"evaluate": 3}, "evaluate"),
+])  # fmt: skip
+def test_wrong_arguments(options, words):
+    with pytest.raises(ArgumentError, match=words):
+        search_bad(nn.Linear(2, 2), **options)
+
+
+def test_what_is_not_a_model():
+    with pytest.raises(ArgumentError, match=r"module\.original"):
+        search_bad(amp_compile(nn.Linear(2, 2)))
+    with pytest.raises(ArgumentError, match="not function"):
+        search_bad(lambda x: x)

@@ -1,0 +1,86 @@
+"""Sensitivities rank ops as brute force does: each op in low precision by itself, everything else in fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from amp_compiler import amp_compile, calibrate
+from amp_compiler.common.torch_names import pytree
+from networks import NETWORKS
+
+BATCHES = 16
+
+
+class Loss(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.model(*args).square().mean()
+
+
+class OneLow(fx.Interpreter):
+    """Runs a graph in fp64, and the op ``low`` in fp16."""
+
+    def __init__(self, graph: fx.GraphModule, low: str) -> None:
+        super().__init__(graph)
+        self.low = low
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.name != self.low:
+            return super().run_node(n)
+        args, kwargs = pytree.tree_map(lambda v: _to(v, torch.float16), self.fetch_args_kwargs_from_env(n))
+        return pytree.tree_map(lambda v: _to(v, torch.float64), n.target(*args, **kwargs))
+
+
+def _to(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def ranks(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64).argsort().argsort().double()
+
+
+def spearman(a: list[float], b: list[float]) -> float:
+    return float(torch.corrcoef(torch.stack([ranks(a), ranks(b)]))[0, 1])
+
+
+@pytest.mark.parametrize("name", ["conv_bn", "encoder", "mlp_mixer"])
+def test_ranks_as_brute_force(name: str) -> None:
+    model, args = NETWORKS[name]()
+    model = Loss(model)
+    torch.manual_seed(1)
+    batches = [tuple(torch.randn_like(a) if a.is_floating_point() else torch.randint_like(a, int(a.max()) + 1)
+                     for a in args) for _ in range(BATCHES)]  # fmt: skip
+    found = calibrate(model, [(batch, None) for batch in batches])
+    rows = [row for row in found.rows if row.sensitivity]
+    fast = amp_compile(model, "O0", backend="eager")
+    fast(*batches[0])
+    (graph,) = fast.graphs
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    with torch.no_grad():
+        changes = {row.node: 0.0 for row in rows}
+        for batch in batches:
+            given = [_to(v.clone(), torch.float64) for v in _inputs(graph, batch, held)]
+            exact = float(OneLow(graph, "").run(*given)[0])
+            for row in rows:
+                changes[row.node] += (float(OneLow(graph, row.node).run(*given)[0]) - exact) ** 2
+    assert len(rows) >= 7
+    assert spearman([row.sensitivity for row in rows], list(changes.values())) >= 0.8
+
+
+def _inputs(graph: fx.GraphModule, batch: tuple[Tensor, ...], held: dict[str, Tensor]) -> list[Tensor]:
+    """The inputs of a captured graph: parameters and buffers by their names, the rest in order."""
+    rest = iter(batch)
+    named = {name.replace(".", "_"): tensor for name, tensor in held.items()}
+    found = []
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            known = next((t for name, t in named.items() if node.name.endswith(name)), None)
+            found.append(known if known is not None else next(rest))
+    return found
