@@ -326,8 +326,7 @@ class TrainStep:
 
     def explain_underflow(self) -> Underflow:
         """Explain which gradients of the last batch are flushed to zero, from which op on, and the scale that helps."""
-        captured = self._whole if self._pieces is None else self._pieces.captured
-        return explain_underflow(captured, self._probe, self._owner, self._window, self.policy.low)
+        return explain_underflow(self._pieces or self._whole, self._probe, self._owner, self._window, self.policy.low)
 
     def _explain(self) -> Overflow:
         captured = self._whole if self._pieces is None else self._pieces.captured
