@@ -330,15 +330,8 @@ class TrainStep:
         return self._explain()
 
     def explain_underflow(self) -> Underflow:
-        """Explain which gradients of the last batch are flushed to zero at the present scale of the loss.
-
-        The batch runs once more, op by op and in fp32, and the gradients that the step computes in low precision are
-        compared with what that holds. The result names the first op of the backward that loses some, the parameters
-        that are hit, and the scale that would save them; it prints as a short text and is False in a condition if
-        nothing is lost. The state of the run is not changed.
-        """
-        captured = self._whole if self._pieces is None else self._pieces.captured
-        return explain_underflow(captured, self._probe, self._owner, self._window, self.policy.low)
+        """Explain which gradients of the last batch are flushed to zero, from which op on, and the scale that helps."""
+        return explain_underflow(self._pieces or self._whole, self._probe, self._owner, self._window, self.policy.low)
 
     def _explain(self) -> Overflow:
         captured = self._whole if self._pieces is None else self._pieces.captured

@@ -16,6 +16,7 @@ from ..policy import dtype_name
 from ..runtime.record import Range, Tally, merge
 from .overflow import users_line
 from .owner import Owner
+from .pieces import Pieces
 from .probe import Probe, Watching, is_float
 from .rerun import undisturbed
 from .window import Window, set_rng_state
@@ -109,9 +110,10 @@ def _widened(value: Any) -> Any:
 
 
 def explain_underflow(
-    captured: Callable[..., Any] | None, probe: Probe, owner: Owner, window: Window, low: torch.dtype
+    run: Pieces | Callable[..., Any] | None, probe: Probe, owner: Owner, window: Window, low: torch.dtype
 ) -> Underflow:
-    """Explain which gradients of the last batch are flushed to zero. ``captured`` runs a batch, through ``probe``."""
+    """Explain which gradients of the last batch are flushed to zero. ``run`` runs a batch, through ``probe``."""
+    captured = run.captured if isinstance(run, Pieces) else run
     if captured is None or not window.batches:
         return Underflow("There is no batch to look at: call explain_underflow() right after a step.")
     scale = 1.0 if window.scale is None else float(window.scale)
