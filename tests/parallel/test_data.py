@@ -8,19 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from parallel.diagonal import DIAGONAL
 from parallel.harness import results, value
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from amp_compiler import ArgumentError, DataParallel, compile_train_step
 
-NAMES = (
-    "gradients fp16", "gradients bf16", "gradients accumulated", "gradients without a scaler",
-    "gradients in small buckets", "gradients in pieces", "gradients sent in bf16", "overflow", "overflow accumulated",
-    "overflow in pieces", "flush", "used later", "used in the first micro-batch only",
-    "another width", "another level", "another black list",
-    "another batch",
-)  # fmt: skip
+NAMES = DIAGONAL["cases_data"]
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from parallel.diagonal import DIAGONAL
 from parallel.harness import results, value
 
 from networks import NETWORKS
 
-SMALL = ("conv_bn bf16", "shared_weights fp16", "checkpointed fp16", "curves bf16")
+SMALL = DIAGONAL["cases_networks"]
 ALL = (
     *(f"{name} {dtype}" for dtype in ("bf16", "fp16") for name in (*NETWORKS, "bert", "checkpointed", "curves")),
     "inductor bf16",

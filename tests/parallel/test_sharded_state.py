@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from parallel.diagonal import DIAGONAL
 from parallel.harness import results, value
 
-NAMES = ("frozen", "written", "used later")
+NAMES = DIAGONAL["cases_sharded_state"]
 
 
 @pytest.fixture(scope="module")

@@ -6,26 +6,23 @@ from typing import Any
 
 import pytest
 from parallel.cases_wrapped import CASES
+from parallel.diagonal import DIAGONAL
 from parallel.harness import results, value
 
 #: a case of each kind; the rest is marked ``distributed``
-DIAGONAL = (
-    "step Sequential DDP bfloat16", "forward class around FSDP2 float16", "step ResNet FSDP2 bfloat16",
-    "forward class FSDP2 auto", "forward class FSDP2 with a policy bfloat16", "overflow FSDP2", "shards",
-    "tensor class bfloat16", "tensor Sequence float16",
-)  # fmt: skip
-REST = tuple(name for name in CASES if name not in DIAGONAL)
+SMALL = DIAGONAL["cases_wrapped"]
+REST = tuple(name for name in CASES if name not in SMALL)
 
 
 def cases(*kinds: str) -> list[Any]:
     """The names that begin with one of these words, those beyond the diagonal marked."""
     chosen = [name for name in CASES if name.split()[0] in kinds]
-    return [name if name in DIAGONAL else pytest.param(name, marks=pytest.mark.distributed) for name in chosen]
+    return [name if name in SMALL else pytest.param(name, marks=pytest.mark.distributed) for name in chosen]
 
 
 def found(name: str) -> list[Any]:
     """What a case gave in each rank."""
-    return value(results("cases_wrapped", 2, DIAGONAL if name in DIAGONAL else REST), name)
+    return value(results("cases_wrapped", 2, SMALL if name in SMALL else REST), name)
 
 
 @pytest.mark.parametrize("name", cases("forward", "step", "tensor"))
