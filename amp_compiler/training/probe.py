@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .. import ir
 from ..common.torch_names import OpOverload, pytree
+from ..kernels.sharded import local_parts
 
 #: ops that fill in a number where a mask says so: an infinite one is intended
 _MARKERS = frozenset(
@@ -219,7 +220,8 @@ def largest(tensor: Tensor) -> float:
 
 
 def _values(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
+    """Return the numbers of the tensor; of a DTensor those that this process has."""
+    (tensor,) = local_parts([tensor.detach()])
     return tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor
 
 
