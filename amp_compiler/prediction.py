@@ -14,11 +14,10 @@ from torch import nn
 
 from .cost.devices import Device, find
 from .cost.graph import CASTS, COMPUTE, LAUNCH, LINK, MEMORY, UPDATE, Speed
+from .cost.optimizers import find_optimizer
 from .policy import DEFAULT_LEVEL, Policy, dtype_name
 from .study import Step, Study
 
-#: bytes that an optimizer keeps for each parameter
-_STATE = {"none": 0, "sgd": 0, "momentum": 4, "adamw": 8}
 #: how far the assumptions may be off, as factors
 _DOUBTS = (
     (Speed(matrix=0.8), Speed(matrix=1.25)), (Speed(ordinary=0.87), Speed(ordinary=1.15)),
@@ -202,7 +201,7 @@ def predict_study(study: Study, device: Device) -> Prediction:
     """The prediction for one device of a model that was captured before."""
     base, low = study.step(device, False), study.step(device, True)
     strict = study.step(device, False, tf32=False) if device.has_tf32 else base
-    state = study.parameters * _STATE[study.optimizer] if study.training else 0
+    state = study.parameters * find_optimizer(study.optimizer).kept if study.training else 0
     return Prediction(
         device, study.policy.level, study.policy.low, study.training, low.seconds(), base.seconds(), strict.seconds(),
         band_of(base, low), low.breakdown(), base.breakdown(), low.graph.peak_bytes + state,

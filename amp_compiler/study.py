@@ -18,22 +18,18 @@ from .capture.autodiff import compile_graph
 from .capture.export import Exported, capture_export
 from .capture.fakes import fake_call, sizes_from_data
 from .common.errors import ArgumentError
-from .common.messages import suggestion
 from .common.torch_names import pytree
 from .cost.devices import Device
 from .cost.graph import AS_ASSUMED, LAUNCH, LINK, UPDATE, GraphCost, Speed, graph_cost
 from .cost.model import CostModel
+from .cost.optimizers import find_optimizer
 from .passes import order
 from .policy import Policy, default_dtype, dtype_name
 from .rewrite.base import Context
 from .runtime.arguments import check_request
 
-#: bytes that an optimizer reads and writes for each parameter: the weight, its gradient and what it keeps, in fp32
-OPTIMIZERS = {"none": 0, "sgd": 12, "momentum": 20, "adamw": 28}
 #: bytes for each parameter of checking gradients and dividing them by the loss scale, in place
 _UNSCALE = 8
-#: passes that choose kernels for the CPU that is here
-_CPU_KERNELS = ("fuse_cast_matmul", "lower_kernels")
 
 
 @dataclass(frozen=True)
@@ -69,7 +65,7 @@ class Study:
     ) -> None:  # fmt: skip
         self.model, self.args, self.kwargs, self.policy = model, args, kwargs, policy
         self.training, self.optimizer, self.backend, self.world_size = training, optimizer, backend, world_size
-        self.disable = () if cpu_kernels else _CPU_KERNELS
+        self.disable = () if cpu_kernels else order.OF_THIS_CPU
         self.parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self._graphs: dict[bool, fx.GraphModule] = {}
         self._larger: dict[tuple[int, str], Study] = {}
@@ -84,11 +80,7 @@ class Study:
             raise ArgumentError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
         if not isinstance(args, (tuple, list)):
             raise ArgumentError(f"args must be a tuple of inputs, not {type(args).__name__}: write (x,).")
-        if optimizer not in OPTIMIZERS:
-            raise ArgumentError(
-                f"Unknown optimizer {optimizer!r}: choose one of {', '.join(OPTIMIZERS)}.",
-                hint=suggestion(str(optimizer), OPTIMIZERS),
-            )
+        find_optimizer(optimizer)
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise ArgumentError(f"world_size must be a number of processes, at least 1, not {world_size!r}.")
         asked = check_request(level, dtype, policy, (), (), (), backend, ())
@@ -144,7 +136,7 @@ class Study:
         if not self.training:
             return Step(cost, 0.0, 0.0)
         unscale = _UNSCALE if mixed and self.policy.low is torch.float16 else 0
-        update = self.parameters * (OPTIMIZERS[self.optimizer] + unscale) / device.bandwidth
+        update = self.parameters * (find_optimizer(self.optimizer).moved + unscale) / device.bandwidth
         share = 2 * (self.world_size - 1) / self.world_size  # of a ring: everything goes out and comes back
         return Step(cost, update, share * 4 * self.parameters / device.link)
 
@@ -173,7 +165,7 @@ class Study:
         try:
             with sizes_from_data(), torch.enable_grad() if self.training else torch.no_grad():
                 compile_graph(gm, inputs, "eager", passes)
-        except Exception:
+        except Exception:  # ours, as whatever torch makes of it on its way; anything else came before the graph
             if not found:
                 raise
         return found[0]

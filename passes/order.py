@@ -62,6 +62,8 @@ STEP = (
 PREPARE = (normalize.PASS, mark_dtype_origin.PASS, remove_dropout.PASS, fold_constants.PASS, fold_batch_norm.PASS)
 CONVERT = (precision.PASS, insert_casts.PASS, freeze_parameters.PASS, fold_casts.PASS)
 RUN_CONVERTED = (widen_weights.PASS, fold_casts.PASS, fold_views.PASS, fuse_cast_matmul.PASS, lower_kernels.PASS)
+#: names of the passes that choose kernels for the CPU that is here, which say nothing of another device
+OF_THIS_CPU = (fuse_cast_matmul.PASS.name, lower_kernels.PASS.name)
 WEIGHTS = (batch_casts.PASS,)  # on the graph that makes the low copies of weights, once per update
 
 ALL = {p.name: p for p in (*FORWARD, *JOINT, *INFERENCE, *STEP, *PREPARE, *CONVERT, *RUN_CONVERTED)}

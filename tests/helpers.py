@@ -10,7 +10,7 @@ import copy
 import itertools
 import operator
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -120,6 +120,31 @@ def step_graph(fn: Callable[..., Any], *inputs: torch.Tensor, state: Sequence[in
         if node.op == "placeholder" and node.meta[ir.ROLE].kind == "primal":
             node._rename(f"p{node.meta[ir.ROLE].index}")
     return graph
+
+
+def run_step(
+    gm: fx.GraphModule, *inputs: torch.Tensor, sums: Mapping[int, torch.Tensor] | None = None, scale: float = 1024.0
+) -> dict[ir.Role, torch.Tensor]:
+    """Run the joint graph of a training step: each output by its role. ``sums``: the gradients so far, by parameter."""
+    known = {"tangent": torch.ones(()), "scale": torch.tensor(scale), "found": torch.zeros(1)}
+    values = []
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            role = node.meta[ir.ROLE]
+            if role.kind == "sum":
+                assert sums is not None
+                values.append(sums[role.index])
+            else:
+                values.append(inputs[role.index].detach() if role.kind == "primal" else known[role.kind])
+    return dict(zip(gm.meta[ir.ROLE], gm(*values), strict=True))
+
+
+def by_kind(results: Mapping[ir.Role, torch.Tensor]) -> dict[str, dict[int, torch.Tensor]]:
+    """The outputs of ``run_step``: kind -> place of the input that they belong to -> value."""
+    found: dict[str, dict[int, torch.Tensor]] = {}
+    for role, value in results.items():
+        found.setdefault(role.kind, {})[role.index] = value
+    return found
 
 
 def one_op(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -34,6 +35,15 @@ def check_agreement(group: dist.ProcessGroup, facts: Mapping[str, str], when: st
 
 #: how long a process waits for the others to change their step as it did; they may have to compile first
 PATIENCE = timedelta(seconds=60)
+
+
+_STEPS = itertools.count()
+
+
+def next_key() -> str:
+    """Return a key of the store for a new training step: the same in every process, since all compile their steps in
+    the same order."""
+    return f"amp_compiler/{next(_STEPS)}"
 
 
 def change_together(group: dist.ProcessGroup, key: str, change: object, reason: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -14,11 +13,9 @@ from torch import Tensor, fx
 
 from .. import ir
 from ..rewrite.reduction import Layout, Reduction
-from .agreement import change_together, check_agreement, facts_of
+from .agreement import change_together, check_agreement, facts_of, next_key
 from .engine import Engine
 from .spec import DataParallel, process_group
-
-_NUMBERS = itertools.count()
 
 
 class DataEngine(Engine):
@@ -31,7 +28,7 @@ class DataEngine(Engine):
         self.size = dist.get_world_size(self.group)
         self.layouts: tuple[Layout, ...] = ()
         self.agreed = False
-        self.number = next(_NUMBERS)  # the same in every process, since all make their steps in the same order
+        self.key = next_key()
 
     def begin(self, tensors: Sequence[Tensor], facts: Mapping[str, str]) -> None:
         """Check that all processes agree, then broadcast the first one's values."""
@@ -49,7 +46,7 @@ class DataEngine(Engine):
         """Called for each graph that reduces: all processes must have the same buckets."""
         layout: Layout = joint.meta[ir.BUCKETS]
         if self.agreed and layout not in self.layouts:
-            change_together(self.group, f"amp_compiler/{self.number}/{len(self.layouts)}", layout,
+            change_together(self.group, f"{self.key}/{len(self.layouts)}", layout,
                             "other parameters get gradients than in earlier steps")  # fmt: skip
         if layout not in self.layouts:
             self.layouts += (layout,)
@@ -58,7 +55,7 @@ class DataEngine(Engine):
     def broken(self, reason: str) -> None:
         """Called when the step runs in pieces, from the first step on or later."""
         if self.agreed:
-            change_together(self.group, f"amp_compiler/{self.number}/pieces", (), reason)
+            change_together(self.group, f"{self.key}/pieces", (), reason)
         self._agree({"the captured graph": f"none ({reason})"})
 
     def _agree(self, facts: Mapping[str, str]) -> None:

@@ -21,6 +21,7 @@ from ..capture.fakes import fake_call
 from ..common.errors import ArgumentError
 from ..common.torch_names import pytree
 from ..cost.graph import peak_bytes
+from ..cost.optimizers import find_optimizer
 from ..passes import order
 from ..policy import Policy, dtype_name
 from ..rewrite.base import Context
@@ -29,11 +30,7 @@ from ..rewrite.reduction import Reduction
 from ..rewrite.sharding import Sharding
 from .sharded import BUCKET_BYTES
 
-#: bytes of optimizer state for each parameter
-OPTIMIZERS = {"sgd": 0, "momentum": 4, "adamw": 8}
 WAYS = ("data", "sharded")
-#: passes that choose kernels for the CPU that is here, which say nothing of the machines that will train
-_CPU_KERNELS = ("fuse_cast_matmul", "lower_kernels")
 _KINDS = {
     "all_gather_into_tensor": "all-gather", "reduce_scatter_tensor": "reduce-scatter", "all_reduce": "all-reduce",
     "all_reduce_": "all-reduce",
@@ -109,8 +106,7 @@ def plan(
         raise ArgumentError(f"The number of ranks must be a whole number of at least 1, not {ranks!r}.")
     if parallel not in WAYS:
         raise ArgumentError(f"Unknown way of training {parallel!r}: choose one of {', '.join(WAYS)}.")
-    if optimizer not in OPTIMIZERS:
-        raise ArgumentError(f"Unknown optimizer {optimizer!r}: choose one of {', '.join(OPTIMIZERS)}.")
+    kept = find_optimizer(optimizer).kept
     if not any(p.requires_grad for p in model.parameters()):
         raise ArgumentError("The model has no parameter that requires a gradient: there is nothing to train.")
     fake, given, named = fake_call(model, args, kwargs)
@@ -125,10 +121,10 @@ def plan(
     for title, level in ((f"{policy.level} {dtype_name(policy.low)}", policy), ("fp32", Policy("O0", policy.low))):
         gm = ir.copy_graph(captured.graph)
         ctx = Context(level, twin=captured.twin)
-        order.build(_CPU_KERNELS).forward.run(gm, ctx, [], graph="forward")
+        order.build(order.OF_THIS_CPU).forward.run(gm, ctx, [], graph="forward")
         scales = level is policy and policy.low is torch.float16
         joint = _step(gm, level, reduction if sharding is None else None, sharding, scales)
-        columns.append(_column(title, joint, OPTIMIZERS[optimizer], ranks if sharding is not None else 1))
+        columns.append(_column(title, joint, kept))
     if sharding is not None:
         columns.append(_fsdp(model, policy.low, columns[0], reshard_after_forward))
     notes = [
@@ -152,7 +148,7 @@ def _step(
     joint.meta[ir.PARAMETER] = set(names)
     joint.meta[ir.NAMES] = joint.meta[ir.SHARDED] = names
     ctx = Context(policy, scales_loss=scales, reduction=reduction, sharding=sharding)
-    order.build(_CPU_KERNELS).step.run(joint, ctx, [], graph="joint", after="autodiff")
+    order.build(order.OF_THIS_CPU).step.run(joint, ctx, [], graph="joint", after="autodiff")
     return joint
 
 
@@ -187,7 +183,7 @@ def _add_loss(gm: fx.GraphModule) -> None:
 # --------------------------------------------------------------------------------------------- reading
 
 
-def _column(title: str, joint: fx.GraphModule, state: int, ranks: int) -> Column:
+def _column(title: str, joint: fx.GraphModule, state: int) -> Column:
     results = pytree.tree_leaves(next(iter(reversed(joint.graph.nodes))).args[0])
     gradients = [n for role, n in zip(joint.meta[ir.ROLE], results, strict=True) if role.kind == "gradient"]
     held = [n for n in joint.graph.nodes if n.op == "placeholder" and n.meta[ir.ROLE].index in joint.meta[ir.PARAMETER]

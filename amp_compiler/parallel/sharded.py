@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from .. import ir
 from ..common.errors import ArgumentError, CaptureError
 from ..rewrite.reduction import Reduction
 from ..rewrite.sharding import Sharding
-from .agreement import change_together, check_agreement, facts_of
+from .agreement import change_together, check_agreement, facts_of, next_key
 from .engine import Engine
 from .shards import Shard, divide, local_of, make_stand_in, mark_divided
 from .spec import Sharded, process_group
@@ -30,20 +29,17 @@ BUCKET_BYTES = 4 << 20
 Places = dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]]
 
 
-_NUMBERS = itertools.count()
-
-
 class ShardEngine(Engine):
     """What a compiled training step asks of a ``Sharded``."""
 
     together = True
 
-    def __init__(self, spec: Sharded) -> None:
+    def __init__(self, spec: Sharded, key: str | None = None) -> None:
         self.spec, self.group = spec, process_group(spec.mesh)
         self.size, self.part = dist.get_world_size(self.group), dist.get_rank(self.group)
         self.shards: list[Shard] = []
         self.layouts: list[Any] = []
-        self.number = next(_NUMBERS)  # the same in every process, since all make their steps in the same order
+        self.key = next_key() if key is None else key
         self._by_stand_in: dict[int, Shard] = {}
 
     def begin(
@@ -69,7 +65,7 @@ class ShardEngine(Engine):
 
     def copied(self, named: Mapping[str, Tensor], modules: Sequence[nn.Module], optimizer: Any) -> ShardEngine:
         """The same for a copy of the model, whose parameters are divided already."""
-        twin = ShardEngine(self.spec)
+        twin = ShardEngine(self.spec, f"{self.key}/copy")
         twin.divide(_by_parameter(modules), {id(parameter): name for name, parameter in named.items()}, optimizer)
         return twin
 
@@ -119,7 +115,7 @@ class ShardEngine(Engine):
         if not self.layouts:
             check_agreement(self.group, facts_of(graph), "in their first step")
         elif layout not in self.layouts:
-            change_together(self.group, f"amp_compiler/sharded/{self.number}/{len(self.layouts)}", layout,
+            change_together(self.group, f"{self.key}/{len(self.layouts)}", layout,
                             "other parameters are read or get gradients than in earlier steps")  # fmt: skip
         if layout not in self.layouts:
             self.layouts.append(layout)

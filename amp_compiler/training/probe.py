@@ -158,7 +158,10 @@ class Watcher(Protocol):
 
 
 class Watching(fx.Interpreter):
-    """Runs a graph node by node and shows every value to a watcher. ``keep``: all values stay in memory meanwhile."""
+    """Runs a graph node by node and shows every value to a watcher. ``keep``: all values stay in memory meanwhile.
+
+    For a watcher with ``in_fp32``, every low-precision dtype of the graph is read as fp32, whatever was decided.
+    """
 
     def __init__(self, graph: fx.GraphModule, watcher: Watcher, keep: bool = True) -> None:
         super().__init__(graph, garbage_collect_values=not keep)
@@ -166,12 +169,13 @@ class Watching(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        widened = n.op == "call_function" and getattr(self.watcher, "in_fp32", False)
-        if widened and ir.op_name(n) not in _TRANSPARENT:
+        in_fp32 = getattr(self.watcher, "in_fp32", False)
+        if in_fp32 and n.op == "call_function" and ir.op_name(n) not in _TRANSPARENT:
             args, kwargs = pytree.tree_map(_widen, (args, kwargs))
             result = self.call_function(n.target, args, kwargs)
         else:
             result = self.run_op(n, args, kwargs)
+            result = _widen(result) if in_fp32 else result
         if n.op == "placeholder":
             args = (result,)
         if n.op == "placeholder" and is_float(result) and result.is_leaf and result.requires_grad:

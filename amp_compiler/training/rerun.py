@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..common.logs import log
+from ..common.messages import first_line
 from ..kernels.all_finite import all_finite
 from ..policy import dtype_name
 from .misfits import Misfits, misfits
@@ -58,7 +60,8 @@ def _misfits(
 ) -> Misfits:  # fmt: skip
     try:
         _, _, seen = _look(captured, probe, owner, window, batch, parameters, 1.0, in_fp32=True)
-    except Exception:  # an op without an fp32 form, too little memory: the first overflow is known anyway
+    except Exception as error:  # an op without an fp32 form, too little memory: the first overflow is known anyway
+        log("capture", "the batch could not run in fp32, so only its first overflow is named: %s", first_line(error))
         return Misfits()
     return misfits(seen, floor)
 

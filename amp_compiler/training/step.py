@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..capture.dynamo import is_capture_failure
-from ..common.errors import ArgumentError, CaptureError, PipelineError, VerifyError
-from ..common.torch_names import dispatch_mode
+from ..common.errors import ArgumentError
 from ..inspect.report import Report
 from ..kernels.all_finite import all_finite
 from ..kernels.norm import total_norm
@@ -22,29 +20,22 @@ from ..parallel.engine import Engine
 from ..parallel.shards import local_of, without_gradients
 from ..policy import Policy, dtype_name
 from ..rewrite.records import Record
-from ..rewrite.verify import deep_by_default
 from ..runtime.arguments import call_arguments
-from ..runtime.captured import Captured
 from ..runtime.options import Options
-from ..runtime.state import State
 from ..runtime.work import Work
 from .arguments import check_optimizer
 from .checkpoint import Run, collect, restore
-from .failures import is_exchanged_by_autograd, is_ours, needs_autograd, reason_of, users_mistake
 from .loss_watch import LossWatch
-from .of_batch import loss_function
 from .overflow import Overflow
 from .owner import Owner
-from .pieces import PieceBackend, Pieces
-from .probe import Probe
 from .rerun import explain_last_update
-from .results import Answer, StepResult, detached
+from .results import StepResult
+from .running import Running
 from .scaler_base import LossScaler
 from .scalers import DynamicLossScaler
 from .stuck import warn_if_stuck
 from .underflow import Underflow, explain_underflow
 from .update import apply_update
-from .whole import WholeStep
 from .window import Batch, Window, multiply_, rng_state
 
 #: the window that a model's gradients belong to; weak, as the step owns it and it may refer back to the model
@@ -82,14 +73,12 @@ class TrainStep:
         return_output: bool = False,
         engine: Engine | None = None,
     ) -> None:
-        self.model, self.loss_fn, self._return_output = model, loss_fn, return_output
+        self.model, self.loss_fn = model, loss_fn
         self.scaler, self.accumulate_steps, self.max_grad_norm = scaler, accumulate_steps, max_grad_norm
-        self._options, self._state, self._probe = options, State(), Probe()
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._window = Window(accumulate_steps, self._device)
         self._owner, self._engine = Owner(model, loss_fn, optimizer), engine or Engine()
-        self._whole: Captured | None = None
-        self._pieces: Pieces | None = None
+        self._running = Running(self._owner, options, self._window, self._engine, return_output)
         self._loss = torch.full((), float("nan"), device=self._device)  # of the last batch
         self._loss_finite = self._loss.isfinite()
         self._loss_watch = LossWatch(self._device)
@@ -126,7 +115,7 @@ class TrainStep:
         with window.batch(scale):
             batch = Batch(args, kwargs, targets, rng_state(self._device), window.done, window.found)
             with torch.enable_grad():
-                loss, extra, output = self._run(args, kwargs, targets)
+                loss, extra, output = self._running(args, kwargs, targets, self._device)
             batch.found = window.found
             batch.loss_finite = self._loss_finite = loss.detach().isfinite().reshape(())
             window.batches.append(batch)
@@ -164,74 +153,6 @@ class TrainStep:
         self._engine.reduce_(left)
         with torch.no_grad():
             self._window.see_reduced(all_finite(self._gradients()), self._owner.state())
-
-    def _run(self, args: tuple[Any, ...], kwargs: Any, targets: Any) -> Answer:
-        try:
-            found = self._run_captured(args, kwargs, targets)
-        except Exception as error:
-            if not is_capture_failure(error) or self._engine.part is not None:
-                raise
-            mistake = users_mistake(self._function(mark=False), (args, kwargs, targets), self._owner, self._device)
-            if mistake is None:
-                raise
-            raise mistake from None
-        low = None if self.policy.autocast_device is None else self.policy.low
-        return Answer(found.loss.detach(), detached(found.extra, low), detached(found.output, low))
-
-    def _run_captured(self, args: tuple[Any, ...], kwargs: Any, targets: Any) -> Answer:
-        if self._pieces is None:
-            if dispatch_mode() is not None:
-                raise ArgumentError(
-                    "A training step cannot be captured under a TorchDispatchMode (a FLOP counter, a debug mode), "
-                    "because Dynamo compiles nothing there. Call it outside of the mode, or count with torch.profiler."
-                )
-            reason = needs_autograd(self._owner, (args, kwargs, targets), first=self._whole is None)
-            if reason is None:
-                whole = self._whole or self._capture_whole()
-                try:
-                    with self._engine.stand_ins():
-                        found = Answer(*whole(args, kwargs, targets))
-                    self._whole = whole
-                    return found
-                except (CaptureError, PipelineError, VerifyError) as error:
-                    if deep_by_default() and is_ours(error):
-                        raise
-                    reason = reason_of(error, args, kwargs, targets)
-            return self._start_pieces(reason, args, kwargs, targets)
-        return self._pieces(args, kwargs, targets)
-
-    def _capture_whole(self) -> Captured:
-        options = dataclasses.replace(self._options, fullgraph=True)
-        backend = WholeStep(self._owner, options, self._state, self._window, self._probe, self._engine)
-        return Captured(self._function(mark=True), self.model, options, self._state, backend, wide=_targets)
-
-    def _start_pieces(self, reason: str, args: tuple[Any, ...], kwargs: Any, targets: Any) -> Answer:
-        """Run a model that cannot be one graph in pieces; if that succeeds, later calls do the same."""
-        state = State()
-        backend = PieceBackend(self.model, self._options, state, self._probe)
-        captured = Captured(self._function(mark=False), self.model, self._options, state, backend, wide=_targets)
-        pieces = Pieces(captured, self._owner, self._window)
-        self._engine.broken(reason)
-        try:
-            found = pieces(args, kwargs, targets)
-        except RuntimeError as error:
-            if "double backward" not in str(error):
-                raise
-            raise CaptureError(
-                "The model differentiates a gradient (a gradient penalty, autograd.grad with create_graph=True), which "
-                "a compiled graph cannot do: use your own training loop with torch.autocast and a DynamicLossScaler."
-            ) from error
-        self._pieces, self._state = pieces, state
-        tell = state.note if is_exchanged_by_autograd(self._owner) else state.leave  # that is as the user asked for
-        tell(
-            "the training step is not one graph, so it runs in pieces, with backward() and loss scaling outside of "
-            f"them: {reason}"
-        )
-        return found
-
-    def _function(self, *, mark: bool) -> Callable[..., Any]:
-        divided = self._engine.part is not None
-        return loss_function(self.model, self.loss_fn, mark=mark, output=self._return_output, divided=divided)
 
     def _update(self, loss: Tensor) -> StepResult:
         window = self._window
@@ -278,22 +199,22 @@ class TrainStep:
     @property
     def policy(self) -> Policy:
         """The ``Policy`` that is used."""
-        return self._options.policy
+        return self._running.options.policy
 
     @property
     def graphs(self) -> list[fx.GraphModule]:
         """The rewritten forward graphs, one for each capture."""
-        return [piece.graph for piece in self._state.pieces]
+        return [piece.graph for piece in self._running.state.pieces]
 
     @property
     def joint_graphs(self) -> list[fx.GraphModule]:
         """Forward, backward and loss scaling as they run, one per capture; empty if the model runs in pieces."""
-        return [piece.joint for piece in self._state.pieces if piece.joint is not None]
+        return [piece.joint for piece in self._running.state.pieces if piece.joint is not None]
 
     @property
     def history(self) -> list[Record]:
         """Every stage of every graph, the joint graph included: ``name``, ``seconds``, ``modified``, ``text``."""
-        return list(self._state.history)
+        return list(self._running.state.history)
 
     def report(self, graph: int | None = None, *, inputs: Any = None, targets: Any = None) -> Report:
         """Report every op of the forward with its precision and reason. Casts are counted over forward and backward.
@@ -305,15 +226,15 @@ class TrainStep:
             targets: The targets of that batch.
         """
         if inputs is not None:
-            if self._pieces is None and self._whole is None:
+            if self._running.captured is None:
                 raise ArgumentError("report(inputs=...) looks at a step that has run: call it with a batch first.")
-            if self._pieces is not None:
+            if self._running.pieces is not None:
                 args, kwargs = call_arguments(inputs)
-                captured = self._pieces.captured
-                self._state.measure(lambda: captured(args, kwargs, targets), self.model)
+                captured = self._running.pieces.captured
+                self._running.state.measure(lambda: captured(args, kwargs, targets), self.model)
             else:
-                self._state.work = Work({"captured": 1.0, "autocast": 0.0, "float32": 0.0})
-        return self._state.report(self.policy, graph)
+                self._running.state.work = Work({"captured": 1.0, "autocast": 0.0, "float32": 0.0})
+        return self._running.state.report(self.policy, graph)
 
     def explain_overflow(self) -> Overflow:
         """Explain a skipped update, or a loss that is not finite.
@@ -330,23 +251,30 @@ class TrainStep:
         return self._explain()
 
     def explain_underflow(self) -> Underflow:
-        """Explain which gradients of the last batch are flushed to zero, from which op on, and the scale that helps."""
-        return explain_underflow(self._pieces or self._whole, self._probe, self._owner, self._window, self.policy.low)
+        """Explain which gradients are flushed to zero in low precision at the present loss scale.
+
+        The last batch runs once more, in fp32. The result names the first op of the backward whose gradients are hit,
+        the parameters with their shares, and the scale that would save them; it prints as a short text and is False in
+        a condition if nothing is flushed. The state of the run is not changed. With ``parallel=Sharded(...)`` all
+        processes must call it together.
+        """
+        with self._engine.gathered() as whole:
+            given = (self._owner, self._window, self.policy.low, whole)
+            return explain_underflow(self._running.captured, self._running.probe, *given)
 
     def _explain(self) -> Overflow:
-        captured = self._whole if self._pieces is None else self._pieces.captured
         floor = self.scaler._floor if isinstance(self.scaler, DynamicLossScaler) else None
         with self._engine.gathered() as whole:
             given = (self._owner, self._window, floor, self._engine.together, whole)
-            return explain_last_update(captured, self._probe, *given)
+            return explain_last_update(self._running.captured, self._running.probe, *given)
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[nn.Module]:
         """Give the model whole parameters for a while, to evaluate or export it.
 
         With ``parallel=Sharded(...)`` a process has a part of each parameter, and the model cannot be called by itself.
-        Inside ``with step.gathered() as model:`` it can; what is written to its parameters there is lost. All processes
-        must enter it together. Without ``Sharded`` the model is as it always is.
+        Inside ``with step.gathered() as model:`` it can. What is written to its parameters there is kept; write the
+        same in every process. All processes must enter it together. Without ``Sharded`` the model is as it always is.
         """
         with self._engine.gathered():
             yield self.model
@@ -379,10 +307,10 @@ class TrainStep:
         parts = (self.model, self.loss_fn, self.optimizer, self.scaler)
         with without_gradients(self._owner.parameters(), memo):
             model, loss_fn, optimizer, scaler = copy.deepcopy(parts, memo)
-        own = (self.accumulate_steps, self.max_grad_norm, self._return_output)
+        own = (self.accumulate_steps, self.max_grad_norm, self._running.return_output)
         owner = Owner(model, loss_fn, optimizer)
         engine = self._engine.copied(owner.named_parameters(), list(owner.modules()), optimizer)
-        twin = TrainStep(model, loss_fn, optimizer, self._options, scaler, *own, engine)
+        twin = TrainStep(model, loss_fn, optimizer, self._running.options, scaler, *own, engine)
         memo[id(self)] = twin
         window = self._window
         for name in ("number", "done", "scale", "found", "saved"):
@@ -398,8 +326,3 @@ class TrainStep:
             f"TrainStep(level={self.policy.level!r}, dtype={dtype_name(self.policy.low)}, {scaler}, "
             f"{type(self.optimizer).__name__}, accumulate_steps={self.accumulate_steps})"
         )
-
-
-def _targets(args: Any, kwargs: Any, targets: Any) -> Any:
-    """Return those arguments of a captured step that count as wide values: the targets."""
-    return targets

@@ -11,12 +11,10 @@ import torch
 from torch import Tensor, fx
 
 from .. import ir
-from ..common.torch_names import OpOverload, pytree
 from ..policy import dtype_name
 from ..runtime.record import Range, Tally, merge
 from .overflow import users_line
 from .owner import Owner
-from .pieces import Pieces
 from .probe import Probe, Watching, is_float
 from .rerun import undisturbed
 from .window import Window, set_rng_state
@@ -69,6 +67,7 @@ class _Flushed:
     seen: list[_Gradient] = field(default_factory=list)
     given: dict[fx.Node, str] = field(default_factory=dict)  # input -> the parameter that it is
     count: int = 0
+    in_fp32: bool = True
 
     def watch(self, node: fx.Node, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if node.op == "placeholder" and is_float(result):
@@ -93,36 +92,21 @@ class _Flushed:
             found.tally.see(gradient)
 
 
-class _Wide(Watching):
-    """Runs a rewritten graph in fp32: every low-precision dtype that it names is read as fp32."""
-
-    def run_op(self, n: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if n.op == "call_function" and isinstance(n.target, OpOverload):
-            args, kwargs = pytree.tree_map(_widened, (args, kwargs))
-            return self.call_function(n.target, args, kwargs)
-        return _widened(super().run_op(n, args, kwargs))
-
-
-def _widened(value: Any) -> Any:
-    if isinstance(value, torch.dtype):
-        return torch.float32 if value in ir.LOW_DTYPES else value
-    return value.float() if isinstance(value, Tensor) and value.dtype in ir.LOW_DTYPES else value
-
-
 def explain_underflow(
-    run: Pieces | Callable[..., Any] | None, probe: Probe, owner: Owner, window: Window, low: torch.dtype
-) -> Underflow:
-    """Explain which gradients of the last batch are flushed to zero. ``run`` runs a batch, through ``probe``."""
-    captured = run.captured if isinstance(run, Pieces) else run
+    captured: Callable[..., Any] | None, probe: Probe, owner: Owner, window: Window, low: torch.dtype,
+    whole: Mapping[int, Tensor],
+) -> Underflow:  # fmt: skip
+    """Explain which gradients of the last batch are flushed to zero. ``captured`` runs a batch, through ``probe``;
+    ``whole``: id of a sharded parameter -> the whole one that the model holds now."""
     if captured is None or not window.batches:
         return Underflow("There is no batch to look at: call explain_underflow() right after a step.")
     scale = 1.0 if window.scale is None else float(window.scale)
     batch = window.batches[-1]
-    parameters = [p for p in owner.parameters() if p.requires_grad]
+    parameters = [whole.get(id(p), p) for p in owner.parameters() if p.requires_grad]
     names = {id(tensor): name for name, tensor in owner.named_parameters().items()}
     flushed = _Flushed(low, scale, names)
     probe.begin()
-    probe.instead = lambda graph, args: _Wide(graph, flushed, keep=False).run(*args)
+    probe.instead = lambda graph, args: Watching(graph, flushed, keep=False).run(*args)
     try:
         with undisturbed(owner, window.device), torch.enable_grad():
             set_rng_state(batch.rng, window.device)

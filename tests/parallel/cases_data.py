@@ -8,22 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from parallel_models import Broken, Switch
 from torch import nn
 
 from amp_compiler import DataParallel, DynamicLossScaler, ParallelError, compile_train_step
-
-
-class Broken(nn.Module):
-    """A model with a graph break in the middle."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        torch._dynamo.graph_break()
-        return self.second(torch.relu(x))
 
 
 def sequential() -> nn.Module:
@@ -97,18 +85,6 @@ def overflow(make: Callable[[], nn.Module] = sequential, **options: Any) -> dict
         changed += [f"optimizer {place} {key}" for key, value in state.items() if not torch.equal(value, held[key])]
     return {"skipped": bool(result.skipped), "scale": step.scaler.get_scale(), "changed": changed,
             "phase": told.phase, "told": str(told), "was": before["scaler"]["scale"]}  # fmt: skip
-
-
-class Switch(nn.Module):
-    """A second layer that only some batches use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.always, self.sometimes = nn.Linear(8, 4), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
-        out: torch.Tensor = self.always(x)
-        return out + self.sometimes(x) if both else out
 
 
 def used_later(accumulate: int = 1, used: tuple[bool, ...] = (False, True)) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from parallel_models import Broken
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -51,19 +52,6 @@ class Mixed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.low(self.both(x)) + torch.logsumexp(self.both.weight, 0)
-
-
-class Broken(nn.Module):
-    """A model with a graph break in the middle."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        torch._dynamo.graph_break()
-        return self.second(torch.relu(x))
 
 
 def sequential() -> nn.Module:

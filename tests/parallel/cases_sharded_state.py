@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases_data import Switch
+from parallel_models import Switch
 from torch import nn
 
 from amp_compiler import Sharded, compile_train_step
@@ -78,6 +78,24 @@ def used_later() -> dict[str, Any]:
     return {"unequal": unequal, "ranks": dist.get_world_size()}
 
 
+def explained() -> dict[str, Any]:
+    """Gradients that fp16 flushes to zero, of a plain step and of a divided one."""
+    told = {}
+    for way, options in (("plain", {}), ("sharded", {"parallel": Sharded()})):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        step = compile_train_step(
+            model, lambda output, target: nn.functional.cross_entropy(output, target) * 1e-6,
+            torch.optim.SGD(model.parameters(), lr=0.1), dtype=torch.float16, loss_scaler=1.0, **options,
+        )  # fmt: skip
+        step(*_batch())
+        found = step.explain_underflow()
+        told[way] = [found.share, found.module, list(map(list, found.parameters)), found.better_scale]
+    return told
+
+
 CASES: dict[str, Callable[[], Any]] = {
     "frozen": frozen_between_steps, "written": written_while_gathered, "used later": used_later,
+    "explained": explained,
 }  # fmt: skip

@@ -11,7 +11,7 @@ DIAGONAL: dict[str, tuple[str, ...]] = {
     ),
     "cases_networks": ("shared_weights fp16", "checkpointed fp16", "curves bf16"),
     "cases_checkpoint": ("tied bf16", "profiled", "overflow accumulated", "broken", "again"),
-    "cases_sharded_state": ("frozen", "written", "used later"),
+    "cases_sharded_state": ("frozen", "written", "used later", "explained"),
     "cases_wrapped": (
         "step Sequential DDP bfloat16", "forward class around FSDP2 float16", "forward class FSDP2 auto",
         "forward class FSDP2 with a policy bfloat16", "overflow FSDP2", "shards", "tensor class bfloat16",

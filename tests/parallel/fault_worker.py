@@ -24,7 +24,7 @@ def die(*args: Any, **kwargs: Any) -> Any:
 
 def leave_alone(folder: Path) -> None:
     """Rank 1 uses another parameter in its second step; rank 0 does not."""
-    from cases_data import Switch  # torchrun puts this folder on the path
+    from parallel_models import Switch  # torchrun puts this folder on the path
 
     from amp_compiler.parallel import agreement
 

@@ -31,3 +31,12 @@ def test_a_layer_that_some_steps_use(answers: dict[str, list[Any]]) -> None:
     """Both ranks have the same batch, so the weights are those of one process."""
     for rank in value(answers, "used later"):
         assert rank["unequal"] == []
+
+
+def test_an_underflow_is_explained_as_in_one_process(answers: dict[str, list[Any]]) -> None:
+    for rank in value(answers, "explained"):
+        share, _, parameters, better = rank["plain"]
+        assert 0 < share < 1
+        assert parameters
+        assert better > 1
+        assert rank["sharded"] == rank["plain"]

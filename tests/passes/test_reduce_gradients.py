@@ -20,9 +20,7 @@ from amp_compiler.rewrite import facts
 from amp_compiler.rewrite.base import Context
 from amp_compiler.rewrite.pipeline import Pipeline
 from amp_compiler.rewrite.reduction import Reduction
-from helpers import BF16, F16, check_pass, context, ops, step_graph
-
-SCALE = 1024.0
+from helpers import BF16, F16, by_kind, check_pass, context, ops, run_step, step_graph
 
 
 @pytest.fixture(autouse=True)
@@ -48,21 +46,7 @@ def scaled(fn: Any, *inputs: Tensor, scale: bool = True) -> fx.GraphModule:
 
 
 def run(gm: fx.GraphModule, *inputs: Tensor, sums: dict[int, Tensor] | None = None) -> dict[str, dict[int, Tensor]]:
-    known = {"tangent": torch.ones(()), "scale": torch.tensor(SCALE), "found": torch.zeros(1)}
-    values = []
-    for node in gm.graph.nodes:
-        if node.op == "placeholder":
-            role = node.meta[ir.ROLE]
-            if role.kind == "sum":
-                assert sums is not None
-                values.append(sums[role.index].clone())
-            else:
-                values.append(inputs[role.index].detach() if role.kind == "primal" else known[role.kind])
-    found: dict[str, dict[int, Tensor]] = {}
-    with torch.no_grad():
-        for role, value in zip(gm.meta[ir.ROLE], gm(*values), strict=True):
-            found.setdefault(role.kind, {})[role.index] = value
-    return found
+    return by_kind(run_step(gm, *inputs, sums=sums))
 
 
 def dense(w: Tensor, b: Tensor, x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from amp_compiler.rewrite.facts.parallel import collective
 from amp_compiler.rewrite.pipeline import Pipeline
 from amp_compiler.rewrite.reduction import Reduction
 from amp_compiler.rewrite.sharding import Sharding
-from helpers import BF16, check_pass, context, step_graph
+from helpers import BF16, by_kind, check_pass, context, run_step, step_graph
 
 
 @pytest.fixture(autouse=True)
@@ -61,14 +61,7 @@ def shapes(gm: fx.GraphModule, kind: str = "gradient") -> list[list[int]]:
 
 
 def run(gm: fx.GraphModule, *inputs: Tensor) -> dict[str, list[Tensor]]:
-    known = {"tangent": torch.ones(()), "scale": torch.tensor(1024.0), "found": torch.zeros(1)}
-    roles = [n.meta[ir.ROLE] for n in gm.graph.nodes if n.op == "placeholder"]
-    values = [inputs[role.index].detach() if role.kind == "primal" else known[role.kind] for role in roles]
-    found: dict[str, list[Tensor]] = {}
-    with torch.no_grad():
-        for role, value in zip(gm.meta[ir.ROLE], gm(*values), strict=True):
-            found.setdefault(role.kind, []).append(value)
-    return found
+    return {kind: list(values.values()) for kind, values in by_kind(run_step(gm, *inputs)).items()}
 
 
 def test_the_smallest_graph() -> None:

@@ -17,6 +17,7 @@ from amp_compiler.rewrite import facts
 from amp_compiler.rewrite.pipeline import Pipeline
 from amp_compiler.rewrite.verify import verify
 from helpers import BF16, F16, check_pass, context, step_graph
+from helpers import run_step as run
 
 SCALE = 1024.0
 
@@ -25,20 +26,6 @@ def scaled(fn: Any, *inputs: Tensor) -> fx.GraphModule:
     gm = step_graph(fn, *inputs)
     scale_loss.PASS.run(gm, context())
     return gm
-
-
-def run(gm: fx.GraphModule, *inputs: Tensor, sums: dict[int, Tensor] | None = None) -> dict[ir.Role, Tensor]:
-    values = {"tangent": torch.ones(()), "scale": torch.tensor(SCALE), "found": torch.zeros(1)}
-    given_ = []
-    for node in gm.graph.nodes:
-        if node.op == "placeholder":
-            role = node.meta[ir.ROLE]
-            if role.kind == "sum":
-                assert sums is not None
-                given_.append(sums[role.index])
-            else:
-                given_.append(inputs[role.index].detach() if role.kind == "primal" else values[role.kind])
-    return dict(zip(gm.meta[ir.ROLE], gm(*given_), strict=True))
 
 
 def gradients(result: dict[ir.Role, Tensor]) -> dict[int, Tensor]:
