@@ -29,15 +29,18 @@ SCRIPTS := steps casts growth kernels convert dump distributed gpu frameworks
 
 # A CPU without AVX-512, imitated on one that has it: our kernels, oneDNN's and torch's.
 AVX2 := AMP_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
+# What takes longer has targets of its own.
+IN_TEST := not zoo and not distributed and not trainers
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help demo test test-zoo test-distributed test-avx2 test-torch lint types docs bench bench-quick bench-compiled bench-full $(SCRIPTS:%=bench-%) bench-publish pictures clean
+.PHONY: help demo test test-zoo test-distributed test-trainers test-avx2 test-torch lint types docs bench bench-quick bench-compiled bench-full $(SCRIPTS:%=bench-%) bench-publish pictures clean
 
 help:
 	@echo "make demo            train a small network at every level and compare"
 	@echo "make test            lint, types and all tests"
 	@echo "make test-zoo        45 models from transformers at every level and dtype, more random programs (half an hour)"
 	@echo "make test-distributed  every way of training with several processes, on every network (two gloo ranks)"
+	@echo "make test-trainers   Lightning, Accelerate and Transformers: several processes, resuming, peft"
 	@echo "make test-avx2       all tests as on a CPU without AVX-512 (for one that has it)"
 	@echo "make test-torch TORCH=2.15.0 [PYTHON=python3.13]  types and all tests with another torch (gigabytes to download)"
 	@echo "make lint            ruff"
@@ -60,7 +63,7 @@ demo: $(READY)
 test: $(READY)
 	@$(MAKE) --no-print-directory lint ARGS=
 	@log=$$(mktemp); $(MAKE) --no-print-directory types ARGS= > "$$log" 2>&1 & types=$$!; \
-	status=0; $(PYTEST) -m "not zoo and not distributed" $(ARGS) || status=$$?; \
+	status=0; $(PYTEST) -m "$(IN_TEST)" $(ARGS) || status=$$?; \
 	wait $$types || status=$$?; echo "mypy: $$(cat "$$log")"; rm -f "$$log"; exit $$status
 
 test-zoo: $(READY)
@@ -69,8 +72,11 @@ test-zoo: $(READY)
 test-distributed: $(READY)
 	@$(PYTEST) -m distributed $(ARGS)
 
+test-trainers: $(READY)
+	@$(PYTEST) -m trainers $(ARGS)
+
 test-avx2: $(READY)
-	@$(AVX2) $(PYTEST) -m "not zoo and not distributed" $(ARGS)
+	@$(AVX2) $(PYTEST) -m "$(IN_TEST)" $(ARGS)
 
 # The other packages keep the versions of constraints.txt; triton comes with that torch.
 test-torch:
