@@ -317,9 +317,9 @@ Tensor column_panel(Matrix<B> b, int64_t first, int64_t width, int64_t k) {
 template <class Low, class Out, class B>
 void multiply_panel(const Tensor& left, Matrix<B> b, const float* plus, Out* to, int64_t first, int64_t width, int64_t n) {
   const int64_t m = left.size(0), k = left.size(1);
-  const bool direct = std::is_same_v<Out, float> && !plus && width == n;
-  float* sums = direct ? reinterpret_cast<float*>(to) : scratch(SUMS).take(m * width);
-  Tensor sum = at::from_blob(sums, {m, width}, at::kFloat);
+  const bool direct = std::is_same_v<Out, float> && !plus;
+  float* sums = direct ? reinterpret_cast<float*>(to) + first : scratch(SUMS).take(m * width);
+  Tensor sum = at::from_blob(sums, {m, width}, {direct ? n : width, 1}, at::kFloat);
   if (b.turned || m > BY_ROWS) {
     at::mm_out(sum, left, column_panel<Low>(b, first, width, k));
   } else {
