@@ -207,6 +207,20 @@ def capture_settings() -> Iterator[None]:
         torch._dynamo.config.allow_rnn = old
 
 
+@contextlib.contextmanager
+def varying_numbers() -> Iterator[None]:
+    """Have Dynamo treat an int behind a module (``self.trainer.global_step``) as a variable once it has changed, and not
+    compile the code for every value. Thread-local (torch 2.13)."""
+    import torch._dynamo
+
+    old = torch._dynamo.config.allow_unspec_int_on_nn_module
+    torch._dynamo.config.allow_unspec_int_on_nn_module = True
+    try:
+        yield
+    finally:
+        torch._dynamo.config.allow_unspec_int_on_nn_module = old
+
+
 @functools.cache
 def _capture_slow_attention() -> None:
     """Capture the ops of ``nn.TransformerEncoderLayer`` in eval mode, not one fused op that is on no list. The switch,

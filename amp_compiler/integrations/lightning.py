@@ -184,6 +184,7 @@ class AmpPrecision(_plugin_class()):  # type: ignore[misc]
         """Check the module and, with Fabric, compile its methods in place."""
         steps = next((known for known in self._modules if known.module is module), None)
         steps = steps or ModuleSteps(module, self._options)
+        steps.begin()
         if self._trainer_of(module) is not None:
             self._modules = [steps]
         else:

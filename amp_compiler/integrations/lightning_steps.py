@@ -6,6 +6,7 @@ import contextlib
 import functools
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,19 +15,24 @@ from torch import nn
 
 from ..capture import dynamo
 from ..capture.frames import unwatched
-from ..common.errors import ArgumentError
+from ..common.errors import AmpWarning, ArgumentError
+from ..common.messages import users_frame
 from ..compile import amp_compile
 from ..ir.nesting import compiled_policy
 from ..module import AmpMethod
 from ..runtime.arguments import check_request
 from ..runtime.methods import STEPS
+from ..runtime.regions import suspended
 from .methods import InPlaceMethod, replaced
 
-#: methods of a LightningModule that steps call and that are no part of a model
-_OUTSIDE = (
+#: methods that steps call and that are no part of a model
+_OF_MODULE = (
     "log", "log_dict", "print", "manual_backward", "optimizers", "lr_schedulers", "clip_gradients", "toggle_optimizer",
     "untoggle_optimizer", "all_gather",
 )  # fmt: skip
+_OF_OPTIMIZER = ("step", "zero_grad")
+_OF_METRIC = ("forward", "update", "compute", "reset")
+_PATIENCE = 16  # calls in which a step may be captured again
 _REASON = "Lightning's own methods run outside of the graphs"
 _NO_REQUEST = ("dynamic", "keep_output_dtypes")  # options of amp_compile that have nothing to do with the policy
 
@@ -49,15 +55,17 @@ class ModuleSteps:
         self.module: Any = module
         self.compiled: dict[str, AmpMethod] = {}
         self._is_lightnings = hasattr(module, "automatic_optimization")
-        metric = getattr(sys.modules.get("torchmetrics"), "Metric", None)
-        holds = metric is not None and any(isinstance(m, metric) for m in module.modules())
-        self._options = {**options, "exclude": [*options["exclude"], metric]} if holds else options
-        self._outside = {
-            name: torch.compiler.disable(unwatched(getattr(module, name)), reason=_REASON)
-            for name in _OUTSIDE if self._is_lightnings and hasattr(module, name)
-        }  # fmt: skip
-        self._made: dict[tuple[str, bool], tuple[Any, Callable[..., Any]]] = {}
+        self._options = options
+        self._made: dict[str, tuple[Any, Callable[..., Any]]] = {}
+        self._outside: dict[int, tuple[Any, dict[str, Callable[..., Any]]]] = {}
+        self._metrics: list[nn.Module] = []
         self._installed: list[InPlaceMethod] = []
+
+    def begin(self) -> None:
+        """Look at the module, which may have changed since the last run."""
+        torchmetrics = sys.modules.get("torchmetrics")
+        kinds = () if torchmetrics is None else (torchmetrics.Metric, torchmetrics.MetricCollection)
+        self._metrics = [module for module in self.module.modules() if isinstance(module, kinds)]
 
     @property
     def is_automatic(self) -> bool:
@@ -67,15 +75,31 @@ class ModuleSteps:
     @contextlib.contextmanager
     def replaced(self, name: str) -> Iterator[None]:
         """Replace one step by its compiled form, for as long as the trainer calls it."""
-        methods = {**self._outside, name: self._step(name)}
+        methods = {name: self._step(name)}
         if self.module._compiler_ctx is not None:  # torch.compile has replaced its methods
             methods["forward"] = self.module._compiler_ctx["original_forward"]
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(replaced(self.module, methods))
-            if not self.is_automatic:
-                for optimizer in self.module.trainer.strategy._lightning_optimizers:
-                    stack.enter_context(replaced(optimizer, {"step": unwatched(optimizer.step)}))
+        with replaced(self.module, methods), self._surroundings():
             yield
+
+    @contextlib.contextmanager
+    def _surroundings(self) -> Iterator[None]:
+        """Keep out of the graphs what steps call and is no part of a model."""
+        with contextlib.ExitStack() as stack:
+            for owner, names in self._owners():
+                known = self._outside.get(id(owner))
+                if known is None or known[0] is not owner:
+                    known = owner, {name: _outside(getattr(owner, name)) for name in names if hasattr(owner, name)}
+                    self._outside[id(owner)] = known
+                stack.enter_context(replaced(owner, known[1]))
+            yield
+
+    def _owners(self) -> Iterator[tuple[Any, tuple[str, ...]]]:
+        """The objects with such methods, and the names of the methods."""
+        if self._is_lightnings:
+            yield self.module, _OF_MODULE
+        if not self.is_automatic and self.module._trainer is not None:
+            yield from ((optimizer, _OF_OPTIMIZER) for optimizer in self.module.trainer.strategy._lightning_optimizers)
+        yield from ((metric, _OF_METRIC) for metric in self._metrics)
 
     def install(self) -> None:
         """Replace the forward and the steps of the module until ``remove``."""
@@ -97,7 +121,7 @@ class ModuleSteps:
         def run(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() and dynamo.is_ours():
                 return method(*args, **kwargs)  # a step that is being captured calls it
-            with replaced(self.module, self._outside):
+            with self._surroundings():
                 return self._step(name, method)(*args, **kwargs)
 
         return run
@@ -105,24 +129,56 @@ class ModuleSteps:
     def _step(self, name: str, method: Any = None) -> Callable[..., Any]:
         """Return what runs instead of a method of the module."""
         method = method or _own_method(self.module, name)
-        whole = name != "training_step" or self.is_automatic
-        known = self._made.get((name, whole))
+        known = self._made.get(name)
         if known is not None and known[0] == method:
             return known[1]
-        target = method
-        if not whole:
-            # Optimizers step in the middle, which no graph must contain: the step runs as plain Python, with its
-            # products in low precision, and the modules that it calls are captured one by one.
-            target = types.MethodType(torch.compiler.disable(method.__func__, reason=_REASON), self.module)
-        compiled: Any = amp_compile(target, **self._options)
+        run = self._compile(name, method)
+        self._made[name] = method, run
+        return run
+
+    def _compile(self, name: str, method: Any) -> Callable[..., Any]:
+        self.compiled[name] = amp_compile(method, **self._options)  # type: ignore[assignment]
+        grown = 0
 
         @functools.wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
-            return compiled(*args, **kwargs)
+            nonlocal grown
+            compiled = self.compiled[name]
+            known = len(compiled.graphs)
+            with dynamo.varying_numbers():
+                result = compiled(*args, **kwargs)
+            grown += len(compiled.graphs) > known
+            if grown == _PATIENCE:
+                grown = 0
+                self.compiled[name] = self._uncaptured(name, method)
+            return result
 
-        self.compiled[name] = compiled
-        self._made[name, whole] = method, run
         return run
+
+    def _uncaptured(self, name: str, method: Any) -> Any:
+        """Return a method whose products are low, and which isn't captured."""
+        warnings.warn(
+            f"amp_compiler: {name} was captured again in {_PATIENCE} calls, because a number in it changes with every "
+            "call (as in math.exp(self.global_step)). From now on it runs as plain Python, with its products in low "
+            "precision, which is slower. Make a tensor of the number, torch.tensor(float(self.global_step)), and "
+            "compute with torch.",
+            AmpWarning,
+            stacklevel=users_frame(),
+        )
+        plain = types.MethodType(torch.compiler.disable(method.__func__, reason=_REASON), self.module)
+        return amp_compile(plain, **self._options)
+
+
+def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that ends a graph, and that runs as if no step were being captured."""
+
+    @functools.wraps(function)
+    @unwatched
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with suspended():
+            return function(*args, **kwargs)
+
+    return torch.compiler.disable(run, reason=_REASON)  # type: ignore[no-any-return]
 
 
 def _own_method(module: nn.Module, name: str) -> Any:
