@@ -20,7 +20,7 @@ from ..policy.ops.names import OpLike
 from ..runtime.arguments import check_request
 from ..runtime.methods import STEPS
 from ..runtime.regions import suspended
-from ..training.arguments import make_scaler
+from ..training.arguments import make_scaler, warn_of_low_parameters
 from ..training.scaler_base import LossScaler
 from ..training.update import gradients
 from .lightning_steps import ModuleSteps
@@ -194,7 +194,9 @@ class AmpPrecision(_plugin_class()):  # type: ignore[misc]
         return module
 
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
-        """Check the optimizers."""
+        """Check what is going to be trained."""
+        if optimizers:
+            warn_of_low_parameters(model)
         for optimizer in optimizers if self.scaler is not None else ():
             self._updates.check(optimizer)
         return super().connect(model, optimizers, lr_schedulers)

@@ -118,11 +118,15 @@ class ModuleSteps:
         self._installed = []
 
     def _in_place(self, name: str, method: Any) -> Callable[..., Any]:
+        @torch.compiler.disable(reason=_REASON)
+        def apart(*args: Any, **kwargs: Any) -> Any:
+            with self._surroundings():
+                return self._step(name, method)(*args, **kwargs)
+
         def run(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() and dynamo.is_ours():
                 return method(*args, **kwargs)  # a step that is being captured calls it
-            with self._surroundings():
-                return self._step(name, method)(*args, **kwargs)
+            return apart(*args, **kwargs)
 
         return run
 

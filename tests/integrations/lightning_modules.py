@@ -53,9 +53,6 @@ class Small(LightningModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         return self(batch).square().mean() * self.factor
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("val_loss", self(batch).square().mean())
-
     def configure_optimizers(self) -> Any:
         return self.optimizers_of(self)
 
@@ -84,7 +81,7 @@ def inputs(count: int = 2) -> list[Tensor]:
     return [torch.randn(3, 4, generator=generator) for _ in range(count)]
 
 
-def make_trainer(precision: AmpPrecision | None = None, **options: Any) -> Trainer:
+def make_trainer(plugin: AmpPrecision | None = None, **options: Any) -> Trainer:
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
              "enable_model_summary": False, "accelerator": "cpu", "devices": 1, "max_epochs": 1}  # fmt: skip
-    return Trainer(plugins=precision, **{**quiet, **options})
+    return Trainer(plugins=plugin, **{**quiet, **options})
