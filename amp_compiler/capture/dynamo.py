@@ -209,8 +209,8 @@ def capture_settings() -> Iterator[None]:
 
 @contextlib.contextmanager
 def varying_numbers() -> Iterator[None]:
-    """Have Dynamo treat an int behind a module (``self.trainer.global_step``) as a variable once it has changed, and not
-    compile the code for every value. Thread-local (torch 2.13)."""
+    """Have Dynamo treat an int behind a module (``self.trainer.global_step``) as a variable once it has changed,
+    instead of compiling the code for every value. Thread-local (torch 2.13)."""
     import torch._dynamo
 
     old = torch._dynamo.config.allow_unspec_int_on_nn_module

@@ -118,10 +118,11 @@ class ModuleSteps:
         self._installed = []
 
     def _in_place(self, name: str, method: Any) -> Callable[..., Any]:
-        @torch.compiler.disable(reason=_REASON)
-        def apart(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             with self._surroundings():
                 return self._step(name, method)(*args, **kwargs)
+
+        apart = torch.compiler.disable(call, reason=_REASON)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() and dynamo.is_ours():
@@ -141,7 +142,7 @@ class ModuleSteps:
         return run
 
     def _compile(self, name: str, method: Any) -> Callable[..., Any]:
-        self.compiled[name] = amp_compile(method, **self._options)  # type: ignore[assignment]
+        self.compiled[name] = amp_compile(method, **self._options)
         grown = 0
 
         @functools.wraps(method)

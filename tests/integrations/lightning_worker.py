@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from integrations.lightning_modules import Classifier, Small, inputs, loader, make_trainer  # noqa: E402
-from integrations.trainer_loops import make_batches  # noqa: E402
-from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from integrations.lightning_modules import Classifier, Small, inputs, loader, make_trainer
+from integrations.trainer_loops import make_batches
+from lightning.pytorch.callbacks import ModelCheckpoint
 
-from amp_compiler import DynamicLossScaler  # noqa: E402
-from amp_compiler.integrations.lightning import AmpPrecision  # noqa: E402
+from amp_compiler import DynamicLossScaler
+from amp_compiler.integrations.lightning import AmpPrecision
 
 
 def schedule(module: nn.Module) -> Any:

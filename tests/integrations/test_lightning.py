@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import csv
+import doctest
 import math
 import pickle
 import sys
@@ -333,7 +334,7 @@ def test_lbfgs_trains_in_bf16_and_fp16_says_why_not() -> None:
     before = module.up.weight.detach().clone()
     make_trainer(AmpPrecision(dtype="bfloat16")).fit(module, loader(inputs(1)))
     assert not torch.equal(before, module.up.weight)
-    with pytest.raises(ArgumentError, match='LBFGS evaluates the model several times.*dtype="bfloat16"'):
+    with pytest.raises(ArgumentError, match=r'LBFGS evaluates the model several times.*dtype="bfloat16"'):
         make_trainer(AmpPrecision(dtype="float16")).fit(Small(lbfgs), loader(inputs(1)))
 
 
@@ -378,7 +379,7 @@ def test_a_checkpoint_holds_the_scaler(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), resumed.parameters(), strict=True))
     assert WithParameters.load_from_checkpoint(path, width=9).hparams["width"] == 9
     other = AmpPrecision(dtype="float16")
-    other.on_load_checkpoint({"MixedPrecision": torch.amp.GradScaler("cpu", init_scale=8.0).state_dict() | {"scale": 8.0}})
+    other.on_load_checkpoint({"MixedPrecision": {**torch.amp.GradScaler("cpu").state_dict(), "scale": 8.0}})
     assert other.metrics()["loss_scale"] == 8.0
 
 
@@ -388,7 +389,7 @@ def test_a_checkpoint_holds_the_scaler(tmp_path: Path) -> None:
 def test_errors_say_what_to_do() -> None:
     with pytest.raises(ArgumentError, match="Unknown level 'O9'"):
         AmpPrecision("O9")
-    with pytest.raises(ArgumentError, match="dtype must be torch.float16 or torch.bfloat16"):
+    with pytest.raises(ArgumentError, match=r"dtype must be torch\.float16 or torch\.bfloat16"):
         AmpPrecision(dtype="float32")
     with pytest.raises(ArgumentError, match="contradicts the policy's"):
         AmpPrecision(dtype="float16", policy=Policy("O2", torch.bfloat16))
@@ -402,7 +403,7 @@ def test_errors_say_what_to_do() -> None:
     module.training_step = amp_compile(module.training_step)  # type: ignore[method-assign]
     with pytest.raises(ArgumentError, match="The method training_step of this module was already compiled"):
         make_trainer(AmpPrecision()).fit(module, loader(inputs(1)))
-    with pytest.raises(PolicyError, match="'dwn' matches no module.*Did you mean 'down'"):
+    with pytest.raises(PolicyError, match=r"'dwn' matches no module.*Did you mean 'down'"):
         make_trainer(AmpPrecision(exclude=["dwn"])).fit(Small(), loader(inputs(1)))
     with pytest.raises(ArgumentError, match="nothing to report yet"):
         AmpPrecision().report()
@@ -413,3 +414,9 @@ def test_without_lightning_the_error_names_the_extra(monkeypatch: pytest.MonkeyP
         monkeypatch.setitem(sys.modules, f"{name}.plugins.precision", None)
     with pytest.raises(ImportError, match=r'needs Lightning: pip install "amp-compiler\[lightning\]"'):
         lightning._plugin_class()
+
+
+def test_the_example_of_the_docstring_runs() -> None:
+    (test,) = [t for t in doctest.DocTestFinder().find(AmpPrecision, "AmpPrecision") if t.examples]
+    result = doctest.DocTestRunner().run(test, clear_globs=False)  # Dynamo keeps names in the globals
+    assert (result.failed, result.attempted > 5) == (0, True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.lightning_modules import Classifier, adamw, loader, make_trainer
+from integrations.lightning_modules import Classifier, loader, make_trainer
 from integrations.lightning_worker import run
 from integrations.trainer_loops import make_batches, make_model, own_loop
 from torch import nn
