@@ -24,7 +24,7 @@ from torch import fx, nn
 from ..common.errors import AmpError
 from ..policy.scopes import is_inside_call
 from . import wrappers
-from .frames import compile_with, unwatched
+from .frames import compile_with, left_as_plain, unwatched
 from .handle import Backend, clear_dead, is_handle
 from .handle import Handle as Handle
 from .remedies import Reason as Reason
@@ -188,6 +188,15 @@ def with_code_of_users(function: Callable[..., Any]) -> Callable[..., Any]:
     if is_library(code):
         made.__code__ = code.replace(co_filename=f"<{code.co_qualname}>")
     return with_own_code(made)
+
+
+def not_captured(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with a code object of its own, which is run as plain Python; what it calls is captured."""
+    own: Any = function
+    made: Any = FunctionType(own.__code__, own.__globals__, own.__name__, own.__defaults__, own.__closure__)
+    made.__kwdefaults__ = own.__kwdefaults__
+    left_as_plain(with_own_code(made).__code__)
+    return functools.wraps(own)(made)
 
 
 @contextlib.contextmanager

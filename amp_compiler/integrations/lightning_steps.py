@@ -32,7 +32,7 @@ _OF_MODULE = (
 )  # fmt: skip
 _OF_OPTIMIZER = ("step", "zero_grad")
 _OF_METRIC = ("forward", "update", "compute", "reset")
-_PATIENCE = 16  # calls in which a step may be captured again
+_PATIENCE = 6  # calls in which a step may be captured
 _REASON = "Lightning's own methods run outside of the graphs"
 _NO_REQUEST = ("dynamic", "keep_output_dtypes")  # options of amp_compile that have nothing to do with the policy
 
@@ -88,8 +88,10 @@ class ModuleSteps:
             for owner, names in self._owners():
                 known = self._outside.get(id(owner))
                 if known is None or known[0] is not owner:
-                    known = owner, {name: _outside(getattr(owner, name)) for name in names if hasattr(owner, name)}
-                    self._outside[id(owner)] = known
+                    found = {name: getattr(owner, name) for name in names if hasattr(owner, name)}
+                    if names is _OF_OPTIMIZER:
+                        found["step"] = self._with_closure(found["step"])
+                    known = self._outside[id(owner)] = owner, {name: _outside(m) for name, m in found.items()}
                 stack.enter_context(replaced(owner, known[1]))
             yield
 
@@ -142,36 +144,58 @@ class ModuleSteps:
         return run
 
     def _compile(self, name: str, method: Any) -> Callable[..., Any]:
-        self.compiled[name] = amp_compile(method, **self._options)
+        self.compiled[name] = compiled = amp_compile(method, **self._options)
+        target: Any = compiled
         grown = 0
 
         @functools.wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
-            nonlocal grown
-            compiled = self.compiled[name]
+            nonlocal grown, target
             known = len(compiled.graphs)
             with dynamo.varying_numbers():
-                result = compiled(*args, **kwargs)
-            grown += len(compiled.graphs) > known
-            if grown == _PATIENCE:
-                grown = 0
-                self.compiled[name] = self._uncaptured(name, method)
+                result = target(*args, **kwargs)
+            grown += target is compiled and len(compiled.graphs) > known
+            if grown == _PATIENCE and target is compiled:
+                target = self._piecewise(name, method)
             return result
 
         return run
 
-    def _uncaptured(self, name: str, method: Any) -> Any:
-        """Return a method whose products are low, and which isn't captured."""
+    def _piecewise(self, name: str, method: Any) -> Callable[..., Any]:
+        """Return a method that runs as plain Python, with its products in low precision; what it calls is captured."""
         warnings.warn(
-            f"amp_compiler: {name} was captured again in {_PATIENCE} calls, because a number in it changes with every "
-            "call (as in math.exp(self.global_step)). From now on it runs as plain Python, with its products in low "
-            "precision, which is slower. Make a tensor of the number, torch.tensor(float(self.global_step)), and "
-            "compute with torch.",
+            f"amp_compiler: {name} was captured anew in {_PATIENCE} calls, because something that it reads changes "
+            "with every call: a number that Python computes (math.exp(self.global_step)), or a list that it appends "
+            "to. From now on the modules that it calls are captured one by one; its own code runs as plain Python, "
+            "with its products in low precision.",
             AmpWarning,
             stacklevel=users_frame(),
         )
-        plain = types.MethodType(torch.compiler.disable(method.__func__, reason=_REASON), self.module)
-        return amp_compile(plain, **self._options)
+        function = method.__func__
+        if not self.compiled[name].policy.rewrites or not isinstance(function, types.FunctionType):
+            return method  # type: ignore[no-any-return]
+        plain = types.MethodType(dynamo.not_captured(function), self.module)
+        self.compiled[name] = amp_compile(plain, **self._options)
+        return self.compiled[name]
+
+    def _with_closure(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the step of an optimizer, which calls a closure of the training step's in low precision."""
+
+        @functools.wraps(step)
+        def run(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+            if closure is None:
+                return step(**kwargs)
+            if "closure" not in self.compiled:
+                self.compiled["closure"] = amp_compile(types.MethodType(_call, self.module), **self._options)
+                # the step itself may have nothing to capture then, of which it need not warn
+                self.compiled["training_step"]._state.warned.add("nothing")
+            return step(closure=functools.partial(self.compiled["closure"], closure), **kwargs)
+
+        return run
+
+
+def _call(self: nn.Module, closure: Callable[[], Any]) -> Any:
+    return closure()
 
 
 def _outside(function: Callable[..., Any]) -> Callable[..., Any]:

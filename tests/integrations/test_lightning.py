@@ -8,6 +8,7 @@ import doctest
 import math
 import pickle
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -127,15 +128,28 @@ def test_a_step_may_return_nothing() -> None:
 
 
 @pytest.mark.trainers
-def test_a_number_that_changes_with_every_step_costs_few_captures() -> None:
-    class Annealed(Small):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-            return self.down(batch @ self.up.weight.t()).mean() * math.exp(-self.global_step)
+@pytest.mark.parametrize("level", ["O2", "O0"])
+def test_what_changes_with_every_step_costs_few_captures(level: str) -> None:
+    class Changing(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.outputs: list[Tensor] = []
 
-    precision = AmpPrecision(dtype="float16")
-    with pytest.warns(AmpWarning, match=r"captured again in 16 calls.*torch.tensor\(float\(self.global_step\)\)"):
-        make_trainer(precision).fit(Annealed(), loader(inputs(18)))
-    assert precision.compiled["training_step"].graphs == []
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            output = self(batch)
+            self.outputs.append(output.detach())
+            return (output @ output.t()).mean() * math.exp(-self.global_step)
+
+    module, precision = Changing(), AmpPrecision(level, "float16")
+    with pytest.warns(AmpWarning, match="training_step was captured anew in 6 calls"):
+        make_trainer(precision).fit(module, loader(inputs(9)))
+    assert len(module.outputs) == 9
+    ops = [(row.op, row.precision) for row in precision.report().rows]
+    if level == "O2":
+        assert ops == [("linear", "float16"), ("relu", "float16"), ("linear", "float16")]
+        trainer = make_trainer(precision, max_epochs=2)
+        trainer.fit(module, loader(inputs(3)))
+        assert len(precision.compiled["training_step"].graphs) == 1
 
 
 # ------------------------------------------------------------------------------------------ what users complain of
@@ -324,6 +338,40 @@ def test_manual_optimization_with_two_optimizers() -> None:
     for name, weight in wide.named_parameters():
         way = (weight - start[name]).detach().norm()
         assert float((module.get_parameter(name) - weight).detach().norm() / way) < 0.02, name
+
+
+class Closures(Small):
+    def __init__(self, optimizers: Any) -> None:
+        super().__init__(optimizers)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+
+        def closure() -> Tensor:
+            loss = self(batch).square().mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            return loss
+
+        with optimizer.toggle_model():
+            assert optimizer.step(closure=closure) is not None
+
+
+@pytest.mark.trainers
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_closures_of_manual_optimization_are_low(dtype: str) -> None:
+    def optimizers(module: nn.Module) -> Any:
+        lbfgs, sgd = torch.optim.LBFGS(module.parameters(), 0.1), torch.optim.SGD(module.parameters(), 0.1)
+        return lbfgs if dtype == "bfloat16" else sgd
+
+    module, precision = Closures(optimizers), AmpPrecision(dtype=dtype)
+    before = module.up.weight.detach().clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AmpWarning)
+        make_trainer(precision).fit(module, loader(inputs(3)))
+    assert [row.precision for row in precision.report().rows if row.op == "linear"] == [dtype] * 2
+    assert not torch.equal(before, module.up.weight)
 
 
 def test_lbfgs_trains_in_bf16_and_fp16_says_why_not() -> None:
