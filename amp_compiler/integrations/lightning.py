@@ -232,11 +232,11 @@ class AmpPrecision(_plugin_class()):  # type: ignore[misc]
 
     # ------------------------------------------------------------------------------------------ backward
 
-    def pre_backward(self, tensor: Tensor, module: nn.Module | None) -> Any:
+    def pre_backward(self, tensor: Tensor, module: Any) -> Any:
         if self._trainer_of(module) is None:
             return None
         with suspended():
-            self._updates.finish(self._optimizers(module))
+            self._updates.begin_backward(module.trainer.optimizers)
             tensor = super().pre_backward(tensor, module)  # hooks get the loss as it is
             return self._scaled(tensor)
 
@@ -245,7 +245,7 @@ class AmpPrecision(_plugin_class()):  # type: ignore[misc]
             if self._trainer_of(model) is not None:
                 super().backward(tensor, model, *args, **kwargs)
                 return
-            self._updates.finish()
+            self._updates.begin_backward()
             self._scaled(tensor).backward(*args, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: nn.Module | None) -> Any:
@@ -377,9 +377,6 @@ class AmpPrecision(_plugin_class()):  # type: ignore[misc]
         """The Trainer that this is the plugin of; None with Fabric."""
         trainer = getattr(module, "_trainer", None)
         return trainer if getattr(trainer, "precision_plugin", None) is self else None
-
-    def _optimizers(self, module: Any) -> list[Optimizer]:
-        return list(module.trainer.optimizers)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_modules": [], "_waiting": [], "_norms": []}

@@ -144,8 +144,8 @@ class ModuleSteps:
         return run
 
     def _compile(self, name: str, method: Any) -> Callable[..., Any]:
-        self.compiled[name] = compiled = amp_compile(method, **self._options)
-        target: Any = compiled
+        compiled: Any = amp_compile(method, **self._options)
+        self.compiled[name] = target = compiled
         grown = 0
 
         @functools.wraps(method)
@@ -175,8 +175,9 @@ class ModuleSteps:
         if not self.compiled[name].policy.rewrites or not isinstance(function, types.FunctionType):
             return method  # type: ignore[no-any-return]
         plain = types.MethodType(dynamo.not_captured(function), self.module)
-        self.compiled[name] = amp_compile(plain, **self._options)
-        return self.compiled[name]
+        compiled: Any = amp_compile(plain, **self._options)
+        self.compiled[name] = compiled
+        return compiled  # type: ignore[no-any-return]
 
     def _with_closure(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Return the step of an optimizer, which calls a closure of the training step's in low precision."""
@@ -186,7 +187,8 @@ class ModuleSteps:
             if closure is None:
                 return step(**kwargs)
             if "closure" not in self.compiled:
-                self.compiled["closure"] = amp_compile(types.MethodType(_call, self.module), **self._options)
+                closures: Any = amp_compile(types.MethodType(_call, self.module), **self._options)
+                self.compiled["closure"] = closures
                 # the step itself may have nothing to capture then, of which it need not warn
                 self.compiled["training_step"]._state.warned.add("nothing")
             return step(closure=functools.partial(self.compiled["closure"], closure), **kwargs)

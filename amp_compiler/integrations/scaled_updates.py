@@ -66,6 +66,9 @@ class ScaledUpdates:
         self._flag = None
         if not gradients(optimizer):
             return
+        if any(other is optimizer for other in self._stepped):  # a second step with the same gradients
+            self.finish()
+            self._scale(optimizer)
         self.scaler.step(optimizer, **kwargs)
         if (flag := self.scaler.overflow_flag(optimizer)) is not None:
             self._flag, self._skipped = flag, self._skipped + flag
@@ -83,6 +86,25 @@ class ScaledUpdates:
         self.scaler.update()
         for grad in held.values():
             grad.mul_(self.scaler.scale_on(grad.device) / before[grad.device])
+
+    def begin_backward(self, optimizers: Iterable[Optimizer] = ()) -> None:
+        """Adapt the scale if that is due. Gradients that were unscaled and not set to zero since are scaled again, as a
+        backward may add to them."""
+        if self.scaler is None:
+            return
+        done = {id(optimizer) for optimizer in self._stepped}
+        unscaled = {id(o): o for o in (*optimizers, *self._known) if self.scaler.is_unscaled(o)}
+        for number in unscaled.keys() - done:
+            self._scale(unscaled[number])
+        self.finish(optimizers)
+        for number in unscaled.keys() & done:
+            self._scale(unscaled[number])
+        if unscaled:
+            self.scaler.forget()
+
+    def _scale(self, optimizer: Optimizer) -> None:
+        for grad in gradients(optimizer):
+            grad.mul_(self.scaler.scale_on(grad.device))  # type: ignore[union-attr]
 
     def end(self) -> None:
         """Bring an iteration to its end, also one that was broken off."""

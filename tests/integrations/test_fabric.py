@@ -114,6 +114,26 @@ def test_two_optimizers_share_a_scale_that_falls() -> None:
     assert precision.metrics() == {"loss_scale": 2.0**6, "skipped_steps": 1.0}
 
 
+def test_gradients_that_were_clipped_are_added_to() -> None:
+    """Clipped after every micro-batch, never set to zero, and used twice: as without loss scaling."""
+    scaler = DynamicLossScaler(init_scale=2.0**10, growth_interval=1)
+    fabric, low, wide = make_fabric(AmpPrecision(dtype="float16", loss_scaler=scaler)), Net(), Net()
+    model, optimizer = fabric.setup(low, torch.optim.SGD(low.parameters(), 0.1))
+    plain = torch.optim.SGD(wide.parameters(), 0.1)
+    for number, x in enumerate(inputs(6)):
+        fabric.backward(model(x).square().mean())
+        wide(x).square().mean().backward()
+        fabric.clip_gradients(model, optimizer, max_norm=0.1)
+        nn.utils.clip_grad_norm_(wide.parameters(), 0.1)
+        for _ in range(number % 3):
+            optimizer.step()
+            plain.step()
+    start = dict(Net().named_parameters())
+    for name, weight in wide.named_parameters():
+        way = (weight - start[name]).detach().norm()
+        assert float((low.get_parameter(name) - weight).detach().norm() / way) < 0.02, name
+
+
 def test_saved_and_loaded_with_the_rest(tmp_path: Path) -> None:
     def run(batches: Sequence[Tensor], path: Path | None = None) -> tuple[dict[str, Any], Fabric]:
         precision, net = AmpPrecision(dtype="float16", loss_scaler=DynamicLossScaler(growth_interval=2)), Net()
