@@ -81,7 +81,10 @@ class ScaledUpdates:
         assert self.scaler is not None
         done, self._stepped = {id(optimizer) for optimizer in self._stepped}, []
         others = {id(o): o for o in (*optimizers, *self._known) if id(o) not in done}
-        held = {id(g): g for optimizer in others.values() for g in gradients(optimizer)}
+        for other in others.values():
+            if self.scaler.is_unscaled(other):
+                self._scale(other)
+        held = {id(g): g for other in others.values() for g in gradients(other)}
         before = {g.device: self.scaler.scale_on(g.device).clone() for g in held.values()}
         self.scaler.update()
         for grad in held.values():
@@ -92,13 +95,12 @@ class ScaledUpdates:
         backward may add to them."""
         if self.scaler is None:
             return
-        done = {id(optimizer) for optimizer in self._stepped}
-        unscaled = {id(o): o for o in (*optimizers, *self._known) if self.scaler.is_unscaled(o)}
-        for number in unscaled.keys() - done:
-            self._scale(unscaled[number])
-        self.finish(optimizers)
-        for number in unscaled.keys() & done:
-            self._scale(unscaled[number])
+        self._known.update(optimizers)
+        stepped = {id(optimizer): optimizer for optimizer in self._stepped}
+        self.finish()
+        unscaled = [optimizer for optimizer in self._known if self.scaler.is_unscaled(optimizer)]
+        for optimizer in (*stepped.values(), *unscaled):
+            self._scale(optimizer)
         if unscaled:
             self.scaler.forget()
 

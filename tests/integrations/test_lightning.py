@@ -246,6 +246,7 @@ def test_the_module_is_as_it_was_also_after_an_exception() -> None:
         assert after.keys() == before.keys()
         for name in before.keys() - {"held", "_current_fx_name"}:
             assert after[name] is before[name] or after[name] == before[name], name
+        assert copy.deepcopy(trainer.precision_plugin).metrics()["skipped_steps"] == 0  # not in an iteration any more
         trainer.fit_loop.epoch_loop.reset()
 
 
