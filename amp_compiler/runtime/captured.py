@@ -20,6 +20,7 @@ from ..common.torch_names import is_any_autocast_enabled
 from ..policy import dtype_name
 from ..policy.scopes import Surroundings, inside_call
 from .backend import Backend
+from .low_parameters import warn_if_trained
 from .options import Options
 from .outside import Uncaptured
 from .regions import suspended
@@ -38,6 +39,7 @@ class Captured:
     ) -> None:  # fmt: skip
         self.options, self.state, self._wide = options, state, wide
         self._backend = backend or Backend(target, options, state)
+        self._trained_elsewhere = target if backend is None else None  # by an optimizer that we don't know
         leaves_code = not options.fullgraph and options.policy.rewrites
         self._outside = Uncaptured(target, options, state, self._backend) if leaves_code else None
         self._wrapped = state.handed.notes_low = is_wrapped(target)
@@ -92,6 +94,7 @@ class Captured:
         elif len(state.pieces) > pieces:
             breaks = before.breaks_since()
             state.missed(reason for reason in breaks if not (self._wrapped and is_own_break(reason)))
+            warn_if_trained(self._trained_elsewhere, state)
         if self._outside is not None and self._outside.over_limit:
             self._over_limit(self._outside)
         return result
