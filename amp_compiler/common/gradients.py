@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LOW = (torch.float16, torch.bfloat16)
+LOW = frozenset({torch.float16, torch.bfloat16})
 
 
 def set_gradient(parameter: Tensor, gradient: Tensor) -> None:

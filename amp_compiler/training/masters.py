@@ -83,7 +83,8 @@ class LowWeights:
         Afterwards these parameters get the new values. If nothing was changed, because the step was skipped, nothing
         changes here either: neither a parameter, a master, a compensation nor the random generator.
         """
-        if self.method is False:
+        dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"]}
+        if self.method is False or LOW.isdisjoint(dtypes):
             yield
             return
         exchanged: list[_Exchanged] = []
@@ -216,11 +217,9 @@ class LowWeights:
         elif self.method == "kahan":
             for pair, low, wide in zip(exchanged, lows, wides, strict=True):
                 assert pair.rest is not None
-                rest = local_of(pair.rest)
-                changed = wide != low.float().add_(rest)  # a value that was not has to stay as it is split
                 rounded, lost = split(wide, low.dtype)
-                low.copy_(torch.where(changed, rounded, low))
-                rest.copy_(torch.where(changed, lost, rest))
+                low.copy_(rounded)
+                local_of(pair.rest).copy_(lost)
         elif _differ(lows, wides):
             for low, wide in zip(lows, wides, strict=True):
                 low.copy_(round_stochastically(wide, low.dtype, self._generator(low.device)))
@@ -246,7 +245,8 @@ def _follow(master: Tensor, low: Tensor) -> None:
     the digits that the parameter lacks.
     """
     rounded = master.to(low.dtype)
-    if low.device.type != "cpu" or not torch.equal(rounded, low):  # on other devices the host would have to wait
+    same_bits = low.device.type == "cpu" and torch.equal(rounded.view(torch.int16), low.view(torch.int16))
+    if not same_bits:  # on other devices the host would have to wait for the answer
         master.copy_(torch.where(rounded == low, master, low.float()))
 
 

@@ -54,7 +54,7 @@ def test_the_mean_is_the_value(size: float, sign: int, dtype: torch.dtype, seed:
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
-def test_beyond_the_largest_number_the_nearest_is_taken(dtype: torch.dtype) -> None:
+def test_what_stays(dtype: torch.dtype) -> None:
     largest = torch.finfo(dtype).max
     values = torch.tensor([largest, -largest, INF, -INF, float("nan"), 0.0, -0.0])
     found = round_stochastically(values, dtype, torch.Generator())
@@ -62,6 +62,7 @@ def test_beyond_the_largest_number_the_nearest_is_taken(dtype: torch.dtype) -> N
     assert found[4].isnan()
     assert torch.equal(found[5:].signbit(), torch.tensor([False, True]))
     assert round_stochastically(torch.tensor([70000.0]), F16, torch.Generator()).item() == INF
+    assert bool(round_stochastically(torch.tensor([-1e-30]), F16, torch.Generator()).signbit())
 
 
 @given(st.lists(NUMBERS, min_size=1, max_size=20), DTYPES)
@@ -71,6 +72,9 @@ def test_a_remainder_belongs_to_its_value(values: list[float], dtype: torch.dtyp
     assert torch.equal(rounded.nan_to_num(), given_.to(dtype).nan_to_num())
     assert bool((belongs(rounded, rest) | rounded.isnan()).all())
     ordinary = rounded.isfinite() & (rounded.abs() >= 2 * torch.finfo(dtype).smallest_normal / torch.finfo(dtype).eps)
+    again = split(rounded.float() + rest.float(), dtype)
+    assert torch.equal(again[0].nan_to_num(), rounded.nan_to_num())
+    assert torch.equal(again[1], rest)
     error = (rounded.double() + rest.double() - given_.double()).abs()
     unit = torch.finfo(dtype).eps * rounded.abs().double()
     assert bool((error <= unit * torch.finfo(dtype).eps / 2)[ordinary].all())
