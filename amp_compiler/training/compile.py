@@ -117,6 +117,7 @@ def compile_train_step(
     if engine.part is not None and trained_low_dtype(model) is not None:
         check_method_of_parts(master_weights)
     if engine.together:
-        start_together(engine, Owner(model, loss_fn, optimizer), chosen, scaler, accumulate_steps, max_grad_norm)
+        start_together(engine, Owner(model, loss_fn, optimizer), chosen, scaler, accumulate_steps, max_grad_norm,
+                       master_weights)  # fmt: skip
     own = (scaler, accumulate_steps, max_grad_norm, return_output, engine, master_weights)
     return TrainStep(model, loss_fn, optimizer, options, *own)
