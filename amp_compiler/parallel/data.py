@@ -80,7 +80,7 @@ class DataEngine(Engine):
             flat = torch.cat([_gradient(p).to(dtype).reshape(-1) for p in bucket]).div_(self.size)
             dist.all_reduce(flat, group=self.group)
             for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-                set_gradient(parameter, part.view(parameter.shape).to(_gradient(parameter).dtype))
+                set_gradient(parameter, part.view(parameter.shape).to(parameter.grad_dtype or parameter.dtype))
 
 
 def _gradient(parameter: Tensor) -> Tensor:

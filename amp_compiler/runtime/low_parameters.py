@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -12,19 +10,14 @@ from ..policy import dtype_name
 from .state import State
 
 
-def trained_low_dtype(model: Any) -> torch.dtype | None:
+def trained_low_dtype(model: nn.Module) -> torch.dtype | None:
     """Return the dtype of the first trainable parameter in low precision; None if there is none."""
-    if not isinstance(model, nn.Module):
-        return None
     return next((p.dtype for p in model.parameters() if p.requires_grad and p.dtype in LOW), None)
 
 
-def warn_if_trained(model: Any, state: State) -> None:
-    """Warn, once per compiled model, if a forward in training mode was captured that an optimizer may follow."""
-    if "low parameters" in state.warned or not torch.is_grad_enabled() or not getattr(model, "training", False):
-        return
+def warn_if_low(model: nn.Module, state: State) -> None:
+    """Warn if a model that was called in training mode has low-precision parameters that an optimizer may update."""
     if (low := trained_low_dtype(model)) is not None:
-        state.warned.add("low parameters")
         state.leave(
             f"the model's parameters are {dtype_name(low)} and are trained: an optimizer that updates them loses small "
             "updates to rounding. compile_train_step(..., master_weights=True) keeps them; so does a model in fp32 "

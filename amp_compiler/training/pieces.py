@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from ..capture.placed import restored
-from ..common.gradients import LOW, allow_gradients
+from ..common.gradients import LOW
 from ..common.torch_names import no_autocast
 from ..kernels.unscale import unscale_
 from ..runtime.backend import Backend
@@ -66,10 +66,7 @@ class Pieces:
             window.release(parameters)
             if window.done == 0:
                 before = [None] * len(parameters)
-            if window.wide:
-                for parameter in parameters:
-                    if parameter.dtype in LOW:
-                        allow_gradients(parameter, torch.float32)
+            window.widen(parameters)
             with no_autocast():
                 scaled = loss if window.scale is None else loss * window.scale
                 (scaled / window.size if window.size > 1 else scaled).backward()

@@ -25,7 +25,7 @@ from ..runtime.options import Options
 from ..runtime.work import Work
 from .arguments import check_optimizer
 from .checkpoint import Run, collect, restore
-from .failures import is_exchanged_by_autograd
+from .failures import has_own_gradients
 from .loss_watch import LossWatch
 from .masters import LowWeights
 from .overflow import Overflow
@@ -83,7 +83,7 @@ class TrainStep:
         self._owner, self._engine = Owner(model, loss_fn, optimizer), engine or Engine()
         self._weights = LowWeights(master_weights)
         self._weights.attach(optimizer)
-        self._window.wide = master_weights is not False and not is_exchanged_by_autograd(self._owner)
+        self._window.wide = master_weights is not False and not has_own_gradients(self._owner)
         self._running = Running(self._owner, options, self._window, self._engine, return_output)
         self._loss = torch.full((), float("nan"), device=self._device)  # of the last batch
         self._loss_finite = self._loss.isfinite()
@@ -158,6 +158,7 @@ class TrainStep:
         left = {name: p for name, p in self._owner.named_trained().items() if name not in done}
         if done and all(p.grad is None for p in left.values()):
             return
+        self._window.widen(left.values())
         self._engine.reduce_(left)
         with torch.no_grad():
             self._window.see_reduced(all_finite(self._gradients()), self._owner.state())

@@ -98,6 +98,7 @@ class WholeStep(Backend):
         def call(*args: Any) -> Any:
             if self.probe.looking:
                 return self.probe.run(graph, args)
+            self.window.widened |= widens
             ends = self.window.done == self.window.size - 1
             self.window.reduced = reduced if ends else frozenset()
             return runs[-1 if ends else 0](args)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common.gradients import LOW, set_gradient
+from ..common.gradients import LOW, allow_gradients, set_gradient
 from ..common.torch_names import foreach_add_, foreach_mul_, foreach_zero_, pytree
 from ..kernels.sharded import local_parts
 
@@ -122,6 +122,13 @@ class Window:
         """Return the dtype of a parameter's gradient."""
         return torch.float32 if self.wide and parameter.dtype in LOW else parameter.dtype
 
+    def widen(self, parameters: Iterable[Tensor]) -> None:
+        """Let low-precision parameters have fp32 gradients, whoever makes them, if their update is fp32."""
+        for parameter in parameters if self.wide else ():
+            if parameter.dtype in LOW:
+                allow_gradients(parameter, torch.float32)
+                self.widened = True
+
     @contextlib.contextmanager
     def hidden(self, parameters: Sequence[Tensor]) -> Iterator[None]:
         """Take wide gradients away from their parameters until ``show`` is called, at the latest at the end: Dynamo
@@ -154,7 +161,6 @@ class Window:
     def begin_sums(self, parameters: Sequence[Tensor]) -> None:
         """Give a gradient of zeros to each of the parameters that has none, for batches to add to."""
         self.adding = bool(parameters)
-        self.widened |= self.wide
         new = [p for p in parameters if p.grad is None]
         for parameter in new:
             set_gradient(parameter, torch.empty_like(parameter, dtype=self.gradient_dtype(parameter)))
@@ -163,7 +169,6 @@ class Window:
 
     def add(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Add the unscaled gradients of one micro-batch to ``.grad``."""
-        self.widened |= self.wide
         sums: list[Tensor] = []
         parts: list[Tensor] = []
         for parameter, gradient in zip(parameters, gradients, strict=True):

@@ -95,6 +95,18 @@ def wrapped(wrap: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
             "moved": moved}  # fmt: skip
 
 
+class Partly(Broken):
+    """A layer that only the first process uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        return out + self.extra(x) if dist.get_rank() == 0 else out
+
+
 def refused() -> str:
     try:
         _compile(sequential().to(BF16), parallel=Sharded(), master_weights="stochastic")
@@ -114,6 +126,7 @@ def disagreement() -> str:
 CASES: dict[str, Callable[[], Any]] = {
     "data": lambda: together(parallel=DataParallel(), accumulate_steps=2),
     "data in pieces": lambda: together(Broken, parallel=DataParallel()),
+    "data, used by one": lambda: together(Partly, parallel=DataParallel()),
     "data stochastic": lambda: together(parallel=DataParallel(), master_weights="stochastic"),
     "data kahan": lambda: together(parallel=DataParallel(), master_weights="kahan"),
     "sharded": lambda: together(parallel=Sharded(), accumulate_steps=2),
