@@ -72,7 +72,8 @@ class Feed:
 
     def state(self, *, between: bool) -> dict[str, Any]:
         """Return where the run is. ``between``: between two epochs."""
-        own = self.loader.state_dict() if _has_state(self.loader) else None
+        broken_off = between and self.done == self.steps  # its own state may be that of the middle of an epoch
+        own = self.loader.state_dict() if _has_state(self.loader) and not broken_off else None  # type: ignore[attr-defined]
         return {
             "done": 0 if between else self.done,
             "taken": self.taken,
