@@ -61,8 +61,8 @@ def fit(
             its own mode back afterwards.
         loss_fn: As for ``compile_train_step``.
         optimizer: As for ``compile_train_step``.
-        loader: An iterable of ``(inputs, targets)`` as a training step takes them, such as a ``DataLoader``. A tensor or
-            a dict by itself is a batch without targets.
+        loader: An iterable of ``(inputs, targets)`` as a training step takes them, such as a ``DataLoader``. A tensor
+            or a dict by itself is a batch without targets.
         epochs: How often the loader is run through.
         level: As for ``amp_compile``.
         dtype: As for ``amp_compile``.
@@ -94,13 +94,13 @@ def fit(
         >>> data = torch.utils.data.TensorDataset(torch.randn(10, 4), torch.tensor([0, 1] * 5))
         >>> loader = torch.utils.data.DataLoader(data, batch_size=4)
         >>> accuracy = lambda output, targets: (output.argmax(-1) == targets).float().mean()
-        >>> history = fit(model, nn.functional.cross_entropy, optimizer, loader, epochs=3, metrics={"accuracy": accuracy})
+        >>> history = fit(model, nn.functional.cross_entropy, optimizer, loader, 3, metrics={"accuracy": accuracy})
         >>> [epoch.updates for epoch in history], 0 <= history[-1].metrics["accuracy"] <= 1
         ([3, 3, 3], True)
     """
-    for name, value in {"epochs": epochs, "steps": steps, "save_every_epochs": save_every_epochs,
-                        "save_every_steps": save_every_steps}.items():  # fmt: skip
-        if isinstance(value, bool) or not (isinstance(value, int) and value >= 1 or value is None and name != "epochs"):
+    numbers = {"steps": steps, "save_every_epochs": save_every_epochs, "save_every_steps": save_every_steps}
+    for name, value in {"epochs": epochs, **{n: v for n, v in numbers.items() if v is not None}}.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ArgumentError(f"{name} must be a whole number of at least 1, not {value!r}.")
     if scheduler_every not in ("update", "epoch"):
         raise ArgumentError(f"scheduler_every is 'update' or 'epoch', not {scheduler_every!r}.")
@@ -268,8 +268,8 @@ class _Run:
         """Continue from what ``_save`` wrote. If it does not fit, nothing is changed."""
         scheduler = self.schedule.scheduler
         if (state["scheduler"] is None) != (scheduler is None):
-            has, lacks = ("this run", "the checkpoint") if state["scheduler"] is None else ("the checkpoint", "this run")
-            raise CheckpointError(f"{has.capitalize()} has a scheduler, and {lacks} has none. Nothing was changed.")
+            has, lacks = ("This run", "the checkpoint") if scheduler else ("The checkpoint", "this run")
+            raise CheckpointError(f"{has} has a scheduler, and {lacks} has none. Nothing was changed.")
         before, old = random_state(self.feed.loader), copy.deepcopy(scheduler.state_dict()) if scheduler else None
         try:
             self.feed.restore(state["feed"], len(state["epochs"]))

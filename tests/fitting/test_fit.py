@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from amp_compiler import AmpWarning, ArgumentError, History, StaticLossScaler, compile_train_step, fit
+from amp_compiler import AmpWarning, ArgumentError, History, compile_train_step, fit
 from training_helpers import bad, batches, differences, state
 
 
@@ -302,9 +302,13 @@ def test_ctrl_c_finishes_the_update(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_ctrl_c_twice_stops_at_once() -> None:
+    def twice() -> None:
+        press_ctrl_c()
+        press_ctrl_c()
+
     model = make().eval()
     with pytest.raises(KeyboardInterrupt):
-        fit(model, F.mse_loss, sgd(model), interrupting(2, lambda: (press_ctrl_c(), press_ctrl_c())), steps=4, level="O0")
+        fit(model, F.mse_loss, sgd(model), interrupting(2, twice), steps=4, level="O0")
     assert not any(module.training for module in model.modules())
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 

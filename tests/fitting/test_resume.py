@@ -47,9 +47,9 @@ class Counting:
         self.data, self.start, self.place, self.given = batches(BATCHES, (2, 4), (2, 2)), 0, 0, 0
 
     def __iter__(self) -> Iterator[Any]:
-        for self.place in range(self.start + 1, BATCHES + 1):
-            self.given += 1
-            yield self.data[self.place - 1]
+        for place in range(self.start, BATCHES):
+            self.place, self.given = place + 1, self.given + 1
+            yield self.data[place]
         self.start = 0
 
     def state_dict(self) -> dict[str, int]:
