@@ -35,17 +35,17 @@ console = Console(highlight=False)
 class Digits:
     """The data set, split once: 8 x 8 images scaled to 0..1, and their labels."""
 
-    train: TensorDataset
-    test: TensorDataset
+    train_images: Tensor
+    train_labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
 
     def batches(self) -> DataLoader[tuple[Tensor, ...]]:
         """Shuffled, in an order that is the same every time. A last, smaller batch would only make Dynamo compile again
         for its shape: it is left out."""
         shuffle = torch.Generator().manual_seed(SEED)
-        return DataLoader(self.train, BATCH, shuffle=True, drop_last=True, generator=shuffle)
-
-    def tests(self) -> DataLoader[tuple[Tensor, ...]]:
-        return DataLoader(self.test, len(self.test))
+        data = TensorDataset(self.train_images, self.train_labels)
+        return DataLoader(data, BATCH, shuffle=True, drop_last=True, generator=shuffle)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def load_data() -> Digits:
     parts = train_test_split(images, labels, test_size=0.2, random_state=SEED, stratify=labels)
     train_images, test_images = (torch.tensor(part).float().reshape(-1, 1, 8, 8) / 16 for part in parts[:2])
     train_labels, test_labels = (torch.tensor(part) for part in parts[2:])
-    return Digits(TensorDataset(train_images, train_labels), TensorDataset(test_images, test_labels))
+    return Digits(train_images, train_labels, test_images, test_labels)
 
 
 def make_network() -> nn.Sequential:
@@ -120,8 +120,7 @@ def run_fp32(data: Digits) -> Outcome:
             mean_loss = sum(losses) / len(losses)
     model.eval()
     with torch.no_grad():
-        ((images, labels),) = data.tests()
-        right = accuracy(model(images), labels).item()
+        right = accuracy(model(data.test_images), data.test_labels).item()
     return Outcome("fp32", mean_loss, right, time.perf_counter() - start)
 
 
@@ -131,7 +130,7 @@ def run_level(level: str, data: Digits) -> Outcome:
     model = make_network()
     history = fit(
         model, F.cross_entropy, make_optimizer(model), data.batches(), EPOCHS, level=level, dtype=torch.bfloat16,
-        loss_scaler=None, metrics={"accuracy": accuracy}, validation=data.tests(),
+        loss_scaler=None, metrics={"accuracy": accuracy}, validation=[(data.test_images, data.test_labels)],
     )  # fmt: skip
     last, step = history[-1], history.step
     report = step.report()

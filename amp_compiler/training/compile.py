@@ -72,7 +72,7 @@ def compile_train_step(
         return_output: Put the model's output into ``result.output``.
         device: As for ``amp_compile``; the backward counts too.
         health_every: Sample every n-th update for ``step.health()``, which tells what is lost to rounding. None, the
-            default, samples nothing; 50 costs about 1 % of the time.
+            default, samples nothing; 50 costs about 2 % of the time.
 
     Returns:
         A ``TrainStep``. Call it with ``inputs`` (a tensor, a tuple of arguments or a dict of keyword arguments) and

@@ -24,6 +24,7 @@ _SHOWN = 12  # rows of a table
 _MUCH = 0.01
 #: numbers within this factor of the largest one count as near it
 _NEAR = 3  # powers of two
+_NO_VALUES = Range()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ class Health:
     samples: int = 0
     looks: int = 0
     every: int | None = None
-    gradients: Range = Range()
+    gradients: Range = _NO_VALUES
     notes: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
@@ -144,8 +145,8 @@ class Health:
             hit.sort(key=lambda p: -p.flushed_share)
             better = better_scale(self.gradients, self.dtype, self.scale)
             yield (
-                f"Gradients of {_named([p.name for p in hit])} are flushed to zero, up to {hit[0].flushed_share:.0%} of "
-                f"them. {scale_advice(self.gradients, better, self.dtype)}"
+                f"Gradients of {_named([p.name for p in hit])} are flushed to zero, up to {hit[0].flushed_share:.0%} "
+                f"of them. {scale_advice(self.gradients, better, self.dtype)}"
             )
         if high := [op for op in self.ops if op.near_overflow >= _MUCH or op.values.overflows]:
             yield (

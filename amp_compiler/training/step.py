@@ -275,10 +275,10 @@ class TrainStep:
         move it and of gradients that are flushed to zero at the present scale, per op the share of results near the
         limits of their dtype, and what to do about each.
 
-        With ``health_every=n`` of ``compile_train_step``, every n-th update is sampled, and the figures are those of the
-        last samples. Otherwise they are those of the last update: its batch runs once more in fp32, and an update by
-        the gradients that are there is made on a copy of the optimizer. The result prints as a short text, is False in
-        a condition if nothing is worth a line, and has ``to_json()`` and ``to_html()``. The state of the run is not
+        With ``health_every=n`` of ``compile_train_step``, every n-th update is sampled, and the figures are those of
+        the last samples. Otherwise they are those of the last update: its batch runs once more in fp32, and an update
+        by the gradients that are there is made on a copy of the optimizer. The result prints as a short text, is False
+        in a condition if nothing is worth a line, and has ``to_json()`` and ``to_html()``. The state of the run is not
         changed. With ``parallel=Sharded(...)`` all processes must call it together.
         """
         look = self._look if self._window.batches and self._running.captured is not None else None

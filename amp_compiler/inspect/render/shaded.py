@@ -44,8 +44,8 @@ def cells(
     kind: str, name: str, figures: Sequence[str], *, shades: Mapping[int, float] | None = None, detail: str = "",
     ranges: Mapping[str, Values] | None = None, dtype: torch.dtype = torch.float16,
 ) -> str:  # fmt: skip
-    """Return a row: ``overflows`` is red, ``vanishes`` yellow and ``fits`` green. ``shades``: how dark a figure's cell is, from 0
-    to 1, by its place. ``detail`` and the histograms of ``ranges`` are shown on a click."""
+    """Return a row: ``overflows`` is red, ``vanishes`` yellow and ``fits`` green. ``shades``: how dark a figure's cell
+    is, from 0 to 1, by its place. ``detail`` and the histograms of ``ranges`` are shown on a click."""
     shown = []
     for place, figure in enumerate(figures):
         dark = (shades or {}).get(place)
