@@ -179,7 +179,7 @@ class _Run:
             bar.begin(number + 1, self.feed.length, self.feed.done)
             epoch = self._epoch(number, bar, interrupts)
             if epoch is None:
-                self.history.interrupted = interrupts.asked
+                self.history.interrupted = interrupts.asked()
                 self._save(between=False)
                 return
             self.schedule.after_epoch(epoch)
@@ -200,11 +200,11 @@ class _Run:
             totals.waiting = (totals.waiting + 1) % step.accumulate_steps
             totals.seconds = time.perf_counter() - start
             bar.advance(number + 1, result.loss)
-            if interrupts.asked and totals.waiting == 0:
+            if interrupts.asked() and totals.waiting == 0:
                 return None
             if self.files.steps is not None and self.feed.taken % self.files.steps == 0:
                 self._save(between=False)
-        if interrupts.asked:
+        if interrupts.asked():
             return None
         if self.feed.done == 0 and number == 0:
             raise ArgumentError("The loader has no batches (a generator can be used only once).")
@@ -216,7 +216,7 @@ class _Run:
             self._see(flushed)
             totals.waiting = 0
         held = self._validate(interrupts)
-        if interrupts.asked:
+        if interrupts.asked():
             return None
         means = totals.means()
         scale = 1.0 if step.scaler is None else step.scaler.get_scale()
@@ -242,7 +242,7 @@ class _Run:
                     answer = output if loss_fn is None else loss_fn(output, targets)
                     loss, _ = split(answer, from_model=loss_fn is None)
                     totals.add(inputs, targets, loss, output)
-                    if interrupts.asked:
+                    if interrupts.asked():
                         return {}
         finally:
             set_random_state(before, self.validation.loader)
@@ -293,7 +293,7 @@ def _guarded(batches: Iterator[tuple[Any, Any]], interrupts: Interrupts) -> Iter
         except StopIteration:
             return
         except Exception:
-            if interrupts.asked:
+            if interrupts.asked():
                 return
             raise
         yield batch

@@ -15,7 +15,7 @@ class Interrupts:
     raised at once. A handler of the user's own, and threads, are left alone: there it is raised as always."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self._asked = False
         self._before: Any = None
 
     def __enter__(self) -> Interrupts:
@@ -28,8 +28,12 @@ class Interrupts:
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
 
+    def asked(self) -> bool:
+        """True if the run is to end."""
+        return self._asked
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        if self._asked:
             signal.default_int_handler(number, frame)
-        self.asked = True
+        self._asked = True
         tell("fit() stops after this update. Press Ctrl-C once more to stop at once.")

@@ -16,7 +16,9 @@ from ..common.messages import first_line, users_frame
 
 FORMAT = "amp_compiler.fit"
 VERSION = 1
-_PARTS = {"step": dict, "scheduler": (dict, type(None)), "epochs": list, "totals": dict, "feed": dict}
+_PARTS: dict[str, type | tuple[type, ...]] = {
+    "step": dict, "scheduler": (dict, type(None)), "epochs": list, "totals": dict, "feed": dict,
+}  # fmt: skip
 _WHAT = "The checkpoint"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 
 from ..common.errors import ArgumentError
 from ..common.files import write_text
-from ..inspect.render.shaded import cells, shaded_page
 from ..policy import dtype_name
 from ..runtime.record import Range
 from .underflow import better_scale, scale_advice
@@ -204,6 +203,8 @@ class Health:
 
 
 def _page(health: Health) -> str:
+    from ..inspect.render.shaded import cells, shaded_page  # what draws is loaded when it is asked for
+
     rows = [
         cells(
             _colour(max(p.lost_share, p.flushed_share)), f"{p.name} ({p.dtype})",
@@ -229,7 +230,7 @@ def _colour(share: float) -> str:
     return "overflows" if share >= 10 * _MUCH else "vanishes" if share >= _MUCH else "fits"  # red, yellow, green
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
     if not rows:
         return []
     shown = [head, *((_shortened(name), *figures) for name, *figures in rows[:_SHOWN])]
