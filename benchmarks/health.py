@@ -1,4 +1,4 @@
-"""What sampling the health of a training step costs: updates that are all sampled, interleaved with updates that are not.
+"""What sampling the health of a training step costs: updates that are all sampled, interleaved with others.
 
 A sample is four updates, of which one is run once more in fp32, so every sampled update counts with its share of that.
 The cost of sampling every n-th update is an n-th of the difference; measured as a whole it would drown in noise. The

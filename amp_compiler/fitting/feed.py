@@ -43,9 +43,10 @@ class Feed:
     def check_epochs(self, epochs: int) -> None:
         """Raise if there can be no second epoch."""
         if self.once and self.steps is None and epochs > 1:
+            way = ", or say by steps= how many batches an epoch has" if self.name == "loader" else ""
             raise ArgumentError(
                 f"The {self.name} is an iterator, which gives its batches once, so there is nothing left for a second "
-                "epoch: pass a list or a DataLoader, or say by steps= how many batches an epoch has."
+                f"epoch: pass a list or a DataLoader{way}."
             )
 
     def epoch(self, number: int) -> Iterator[tuple[Any, Any]]:

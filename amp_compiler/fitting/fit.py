@@ -119,13 +119,15 @@ def fit(
     step = compile_train_step(model, loss_fn, optimizer, level, dtype=dtype, **options)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     feed = Feed(loader, steps, device)
-    feed.check_epochs(epochs)
     held = None if validation is None else Feed(validation, None, device, "validation loader")
+    for source in (feed, held):
+        if source is not None:
+            source.check_epochs(epochs)
     files = _Files(checkpoint, save_every_epochs, save_every_steps)
     run = _Run(step, feed, held, checked, _Schedule(scheduler, scheduler_every), files)
-    source = checkpoint if resume is True else resume or None
-    if source is not None and (resume is not True or saved.exists(source)):
-        run.restore(saved.load(source))
+    file = checkpoint if resume is True else resume or None
+    if file is not None and (resume is not True or saved.exists(file)):
+        run.restore(saved.load(file))
     with _in_mode(model, True), Bar(progress, epochs) as bar, Interrupts() as interrupts:
         run.go(epochs, bar, interrupts)
     return run.history

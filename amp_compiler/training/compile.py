@@ -102,6 +102,7 @@ def compile_train_step(
     warn_of_low_parameters(model)
     engine = make_engine(parallel, model, asked.disable_passes)
     if engine.together:
-        start_together(engine, Owner(model, loss_fn, optimizer), chosen, scaler, accumulate_steps, max_grad_norm)
+        numbers = (accumulate_steps, max_grad_norm, health_every)
+        start_together(engine, Owner(model, loss_fn, optimizer), chosen, scaler, *numbers)
     own = (scaler, accumulate_steps, max_grad_norm, return_output, engine)
     return TrainStep(model, loss_fn, optimizer, options, *own, health_every=health_every)

@@ -7,6 +7,7 @@ fp32 would give, so the last batch runs once more, which takes longer than a ste
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +35,7 @@ from .window import Window
 _KEPT = 16  # samples: what was long ago is not the health of today
 _LOOKS = 4  # samples per batch that is run once more
 Look = Callable[[Watcher], None]
+Updating = Callable[[Optimizer], contextlib.AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -175,12 +177,16 @@ class HealthWatch:
 
     # ---------------------------------------------------------------------------------------------- asking
 
-    def health(self, optimizer: Optimizer, owner: Owner, window: Window, low: torch.dtype, look: Look | None) -> Health:
-        """Return what was sampled; without samples, what the last update shows. ``look`` is None before a batch."""
+    def health(
+        self, optimizer: Optimizer, owner: Owner, window: Window, low: torch.dtype, look: Look | None,
+        updating: Updating = contextlib.nullcontext,
+    ) -> Health:  # fmt: skip
+        """Return what was sampled; without samples, what the last update shows. ``look`` is None before a batch.
+        ``updating``: what encloses an update of an optimizer."""
         notes, samples, looks = [], list(self.samples), list(self.looks)
         if look is None and not samples:
             return Health(dtype=low, every=self.every, notes=("There is nothing to look at yet: run a step first.",))
-        if not samples and (again := _once_more(optimizer, owner)) is not None:
+        if not samples and (again := _once_more(optimizer, owner, updating)) is not None:
             samples = [again]
         elif not samples:
             notes.append("Lost updates are not known: compile with health_every=50, so that updates are sampled.")
@@ -192,7 +198,7 @@ class HealthWatch:
         return _health(samples, looks, low, window.last_scale(), every, tuple(notes))
 
 
-def _once_more(optimizer: Optimizer, owner: Owner) -> list[Moved] | None:
+def _once_more(optimizer: Optimizer, owner: Owner, updating: Updating) -> list[Moved] | None:
     """Return what an update by the present gradients would do, by that of a copy; None if there is no such copy."""
     try:
         names = owner.names()
@@ -204,7 +210,7 @@ def _once_more(optimizer: Optimizer, owner: Owner) -> list[Moved] | None:
         if all(p.grad is None for p in _all(twin)):
             return None
         movement = Movement(twin, named)
-        with torch.no_grad():
+        with torch.no_grad(), updating(twin):
             twin.step()
         return movement.found
     except Exception as error:  # an optimizer that cannot be copied or needs more than gradients

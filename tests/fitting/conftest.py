@@ -1,5 +1,5 @@
-"""Runs use the kernels that a CPU without low-precision units gets, on whatever CPU this is. Their graphs are verified as
-users' are: the tests of steps verify them in depth."""
+"""Runs use the kernels that a CPU without low-precision units gets, on whatever CPU this is. Their graphs are verified
+as users' are: the tests of steps verify them in depth."""
 
 import pytest
 

@@ -226,6 +226,7 @@ def never() -> Iterator[Any]:
         ({"loader": [(X, X, Y)]}, r"Batch 1 has 3 parts: a batch is \(inputs, targets\)"),
         ({"validation": []}, "The validation loader has no batches"),
         ({"validation": never()}, r"The validation loader has no batches \(a generator"),
+        ({"validation": iter(DATA), "epochs": 2}, "validation loader is an iterator"),
         ({"epochs": 0}, "epochs must be a whole number of at least 1, not 0"),
         ({"steps": 0}, "steps must be a whole number"),
         ({"metrics": [mean_error]}, "metrics is a dict of names and functions"),
