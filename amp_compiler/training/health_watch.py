@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 from .. import ir
 from ..common.logs import log
 from ..common.messages import first_line
+from ..inspect.report import Report
 from ..parallel.shards import local_of
 from ..policy import dtype_name
 from ..policy.ops.row import OpClass
@@ -196,6 +198,14 @@ class HealthWatch:
         notes += [self.failure] * bool(self.failure)
         every = self.every if self.samples else None
         return _health(samples, looks, low, window.last_scale(), every, tuple(notes))
+
+    def noted(self, report: Report, window: Window, low: torch.dtype) -> Report:
+        """Return the report with what the samples advise among its notes."""
+        if not self.samples and not self.looks:
+            return report
+        found = _health(list(self.samples), list(self.looks), low, window.last_scale(), self.every, ())
+        notes = [f"health: {line}" for line in found.advice]
+        return dataclasses.replace(report, notes=(*report.notes, *notes)) if notes else report
 
 
 def _once_more(optimizer: Optimizer, owner: Owner, updating: Updating) -> list[Moved] | None:

@@ -242,7 +242,7 @@ class TrainStep:
                 self._running.state.measure(lambda: captured(args, kwargs, targets), self.model)
             else:
                 self._running.state.work = Work({"captured": 1.0, "autocast": 0.0, "float32": 0.0})
-        return self._running.state.report(self.policy, graph)
+        return self._health.noted(self._running.state.report(self.policy, graph), self._window, self.policy.low)
 
     def explain_overflow(self) -> Overflow:
         """Explain a skipped update, or a loss that is not finite.

@@ -127,6 +127,8 @@ def test_lost_updates_of_a_step(every: int | None) -> None:
     before = state(step.model)
     run(step)
     health = step.health()
+    notes = [note for note in step.report().notes if note.startswith("health: ")]
+    assert notes == ([f"health: {line}" for line in health.advice] if every else [])
     for row in health.parameters:
         weight, gradient = step.model.get_parameter(row.name), step.model.get_parameter(row.name).grad
         assert gradient is not None
@@ -136,6 +138,7 @@ def test_lost_updates_of_a_step(every: int | None) -> None:
         assert row.lost_share > 0.5 or row.name.endswith("bias")
     assert health
     assert "too small even for float32, up to 100% of them: raise the learning rate" in str(health)
+    assert ("too small even for float32" in step.report().to_html()) is bool(every)
 
 
 # ------------------------------------------------------------------------------------- gradients and activations
