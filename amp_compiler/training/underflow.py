@@ -74,8 +74,7 @@ class Flushed:
 
     def watch(self, node: fx.Node, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if node.op == "placeholder" and is_float(result):
-            base = result._base if result._base is not None else result
-            self.given[node] = self.names.get(id(base), "")
+            self.given[node] = self.names.get(id(args[0]), "")
         traced = ir.tensor_of(node)
         if not is_float(result) or not result.requires_grad or traced is None or traced.dtype not in ir.LOW_DTYPES:
             return
@@ -84,8 +83,8 @@ class Flushed:
         result.register_hook(lambda gradient: self._add(found, gradient))
 
     def parameter(self, node: fx.Node) -> str:
-        """Return the parameter of which a node is the low-precision copy."""
-        source = node.args[0] if ir.is_float_cast(node) and node.args else None
+        """Return the parameter that a node is, if it is stored in low precision, or is the low-precision copy of."""
+        source = node.args[0] if ir.is_float_cast(node) and node.args else node
         return self.given.get(source, "") if isinstance(source, fx.Node) else ""
 
     def _add(self, found: Gradient, gradient: Tensor | None) -> None:
