@@ -17,7 +17,7 @@ from ..common.messages import users_frame
 from ..common.torch_names import no_autocast, pytree
 from ..policy import Policy, check_low_dtype
 from ..policy.scopes import original_of
-from ..runtime.arguments import call_arguments
+from ..runtime.arguments import call_arguments, split_batch
 from ..runtime.backend import Backend
 from ..runtime.captured import Captured
 from ..runtime.options import Options
@@ -89,7 +89,8 @@ def calibrate(
         for batch in _bounded(batches):
             count += 1
             recorder.next_batch()
-            args, kwargs, targets = _split_batch(batch, count)
+            inputs, targets = split_batch(batch, count, CalibrationError)
+            args, kwargs = call_arguments(inputs)
             try:
                 run(args, kwargs, targets)
             except Exception as error:
@@ -200,19 +201,6 @@ def _bounded(batches: Any) -> Iterator[Any]:
             "a list or a loader with a length.",
             AmpWarning, stacklevel=users_frame(),
         )  # fmt: skip
-
-
-def _split_batch(batch: Any, number: int) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    if isinstance(batch, (tuple, list)):
-        if not 1 <= len(batch) <= 2:
-            raise CalibrationError(
-                f"Batch {number} has {len(batch)} parts: a batch is (inputs, targets), with a tuple of several inputs "
-                "as ((x, mask), targets)."
-            )
-        inputs, targets = batch if len(batch) == 2 else (batch[0], None)
-    else:
-        inputs, targets = batch, None
-    return *call_arguments(inputs), targets
 
 
 def _parameters(target: Any) -> Iterator[Tensor]:

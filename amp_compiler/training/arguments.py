@@ -39,8 +39,11 @@ def check_model(model: Any) -> None:
         )
 
 
-def check_numbers(accumulate_steps: Any, max_grad_norm: Any) -> None:
-    """Raise unless ``accumulate_steps`` is a positive int and ``max_grad_norm`` a positive number or None."""
+def check_numbers(accumulate_steps: Any, max_grad_norm: Any, health_every: Any = None) -> None:
+    """Raise unless ``accumulate_steps`` is a positive int, ``max_grad_norm`` a positive number or None, and
+    ``health_every`` a positive int or None."""
+    if health_every is not None and (type(health_every) is not int or health_every < 1):
+        raise ArgumentError(f"health_every must be a whole number of at least 1 or None, not {health_every!r}.")
     if isinstance(accumulate_steps, bool) or not isinstance(accumulate_steps, int) or accumulate_steps < 1:
         raise ArgumentError(f"accumulate_steps must be a whole number of at least 1, not {accumulate_steps!r}.")
     if max_grad_norm is not None and (

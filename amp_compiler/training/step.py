@@ -26,17 +26,20 @@ from ..runtime.work import Work
 from .arguments import check_optimizer
 from .checkpoint import Run, collect, restore
 from .failures import has_own_gradients
+from .health import Health
+from .health_watch import HealthWatch
 from .loss_watch import LossWatch
 from .masters import LowWeights
 from .overflow import Overflow
 from .owner import Owner
+from .probe import Watcher
 from .rerun import explain_last_update
 from .results import StepResult
 from .running import Running
 from .scaler_base import LossScaler
 from .scalers import DynamicLossScaler
 from .stuck import warn_if_stuck
-from .underflow import Underflow, explain_underflow
+from .underflow import Underflow, explain_underflow, run_in_fp32
 from .update import apply_update
 from .window import Batch, Window, multiply_, rng_state
 
@@ -75,6 +78,8 @@ class TrainStep:
         return_output: bool = False,
         engine: Engine | None = None,
         master_weights: bool | str = True,
+        *,
+        health_every: int | None = None,
     ) -> None:
         self.model, self.loss_fn = model, loss_fn
         self.scaler, self.accumulate_steps, self.max_grad_norm = scaler, accumulate_steps, max_grad_norm
@@ -88,6 +93,7 @@ class TrainStep:
         self._loss = torch.full((), float("nan"), device=self._device)  # of the last batch
         self._loss_finite = self._loss.isfinite()
         self._loss_watch = LossWatch(self._device)
+        self._health = HealthWatch(health_every)
         self._one = torch.ones((), device=self._device)
         self._false = torch.zeros((), dtype=torch.bool, device=self._device)
         self._true = torch.ones((), dtype=torch.bool, device=self._device)
@@ -173,6 +179,7 @@ class TrainStep:
         if self.max_grad_norm is not None:
             with torch.no_grad():
                 multiply_(self._gradients(), torch.clamp(self.max_grad_norm / (result.grad_norm + 1e-6), max=1.0))
+        self._health.begin(self.optimizer, self._owner, window)
         if window.found is None:
             with self._weights.updating(self.optimizer):
                 self.optimizer.step()
@@ -184,6 +191,7 @@ class TrainStep:
             self.scaler.adapt(window.found.view(()))
             self._loss_watch.end(result.updated, host_has_waited=taken is not None)
             warn_if_stuck(self.scaler, self._explain, waited=taken is False)
+        self._health.end(self._owner, window, self._look)
         window.narrow(self._owner.parameters())
         return result
 
@@ -246,7 +254,7 @@ class TrainStep:
                 self._running.state.measure(lambda: captured(args, kwargs, targets), self.model)
             else:
                 self._running.state.work = Work({"captured": 1.0, "autocast": 0.0, "float32": 0.0})
-        return self._running.state.report(self.policy, graph)
+        return self._health.noted(self._running.state.report(self.policy, graph), self._window, self.policy.low)
 
     def explain_overflow(self) -> Overflow:
         """Explain a skipped update, or a loss that is not finite.
@@ -273,6 +281,28 @@ class TrainStep:
         with self._engine.gathered() as whole:
             given = (self._owner, self._window, self.policy.low, whole)
             return explain_underflow(self._running.captured, self._running.probe, *given)
+
+    def health(self) -> Health:
+        """Tell how much of the training is lost to rounding: per parameter the share of updates that are too small to
+        move it and of gradients that are flushed to zero at the present scale, per op the share of results near the
+        limits of their dtype, and what to do about each.
+
+        With ``health_every=n`` of ``compile_train_step``, every n-th update is sampled, and the figures are those of
+        the last samples. Otherwise they are those of the last update: its batch runs once more in fp32, and an update
+        by the gradients that are there is made on a copy of the optimizer. The result prints as a short text, is False
+        in a condition if nothing is worth a line, and has ``to_json()`` and ``to_html()``. The state of the run is not
+        changed. With ``parallel=Sharded(...)`` all processes must call it together.
+        """
+        look = self._look if self._window.batches and self._running.captured is not None else None
+        updating = LowWeights(self._weights.method).updating  # of its own, whose random numbers are not the run's
+        return self._health.health(self.optimizer, self._owner, self._window, self.policy.low, look, updating)
+
+    def _look(self, watcher: Watcher) -> None:
+        """Run the last batch once more, in fp32."""
+        captured = self._running.captured
+        assert captured is not None
+        with self._engine.gathered() as whole:
+            run_in_fp32(captured, self._running.probe, self._owner, self._window, whole, watcher)
 
     def _explain(self) -> Overflow:
         floor = self.scaler._floor if isinstance(self.scaler, DynamicLossScaler) else None
@@ -322,7 +352,10 @@ class TrainStep:
         own = (self.accumulate_steps, self.max_grad_norm, self._running.return_output)
         owner = Owner(model, loss_fn, optimizer)
         engine = self._engine.copied(owner.named_parameters(), list(owner.modules()), optimizer)
-        twin = TrainStep(model, loss_fn, optimizer, self._running.options, scaler, *own, engine, self._weights.method)
+        more = (engine, self._weights.method)
+        twin = TrainStep(
+            model, loss_fn, optimizer, self._running.options, scaler, *own, *more, health_every=self._health.every
+        )
         twin._weights.load_state_dict(self._weights.state_dict())
         memo[id(self)] = twin
         window = self._window

@@ -204,6 +204,10 @@ class Window:
             state[name].copy_(torch.where(bad, self.saved[name], state[name]))
         self._put_back_attributes()
 
+    def last_scale(self) -> float:
+        """Return the scale of the loss as a number, which waits for the device; 1 without loss scaling."""
+        return 1.0 if self.scale is None else float(self.scale)
+
     def skipped(self) -> Tensor | None:
         """Return a bool tensor, True if a gradient of this window was not finite; None without loss scaling."""
         return None if self.found is None else self.found.ne(0).view(())
