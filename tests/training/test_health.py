@@ -341,7 +341,7 @@ def test_lost_updates_are_those_of_the_masters(every: int | None) -> None:
         step = make(lambda y, _: y.float().pow(3).mean(), 1e-3, norm, **options)
         step(DATA[0][0].bfloat16(), None)
         (row,) = [row for row in step.health().parameters if row.name == "weight"]
-        return row.lost
+        return row.lost_share
 
     assert lost(False) == 1.0
     assert [lost(method) for method in (True, "stochastic", "kahan")] == [0.0, 0.0, 0.0]
