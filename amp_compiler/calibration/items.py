@@ -13,9 +13,10 @@ from torch import fx
 from .. import ir
 from ..common.errors import CalibrationError
 from ..ir.flops import node_flops
-from ..policy import CallRule, Policy, Rule, call_name, dtype_name
+from ..policy import CallRule, Policy, Rule, call_name
+from ..policy.calibrated import Bounds
 from ..policy.ops.row import OpClass
-from .calibration import Calibration, Row
+from .calibration import Calibration
 
 OBJECTIVES = ("flops", "bytes")
 #: the rules by which an op is low that a rule for the call comes before
@@ -111,8 +112,8 @@ def _bytes(node: fx.Node) -> int:
 def with_calibration(work: Work, calibration: Calibration, dtype: torch.dtype) -> Work:
     """Return the same ops with the danger that a calibration has measured.
 
-    Ops with a value or an operand that does not fit are suspects and the most dangerous ones; the others are ordered by
-    sensitivity per gain.
+    Ops with a value, an operand or a gradient that does not fit are suspects and the most dangerous ones; the others
+    are ordered by sensitivity per gain.
     """
     rows = {call_name(row.module, row.op, row.number): row for row in calibration.rows}
     known = sum(item.name in rows for item in work.items)
@@ -121,20 +122,18 @@ def with_calibration(work: Work, calibration: Calibration, dtype: torch.dtype) -
             f"The calibration has rows for {known} of the {len(work.items)} ops of this model: it was made for another "
             "one. Call calibrate with this model."
         )
-    found = [_measured(item, rows, work, dtype) if item.name in rows else item for item in work.items]
+    bounds = Bounds(dtype, margin=1.0)
+    found = []
+    for item in work.items:
+        row = rows.get(item.name)
+        if row is not None:
+            why = bounds.forward(row) or bounds.backward(row, calibration.scale)
+            gain = 1 / len(work.items) + (item.cost / work.total if work.total else 0.0)
+            danger = row.sensitivity / gain if why is None else bounds.excess(row)
+            item = dataclasses.replace(item, danger=danger, suspect=why is not None,
+                                       range=why or f"reaches {row.max_abs:.3g}")  # fmt: skip
+        found.append(item)
     return dataclasses.replace(work, items=tuple(found))
-
-
-def _measured(item: Item, rows: Mapping[str, Row], work: Work, dtype: torch.dtype) -> Item:
-    """Return the item with the danger that its row tells."""
-    row, limit = rows[item.name], torch.finfo(dtype).max
-    largest = max([row.max_abs, *(r.max_abs for r in row.operands)])
-    if largest > limit:
-        what = "reaches" if row.max_abs == largest else "reads values up to"
-        told = f"{what} {largest:.3g}; {dtype_name(dtype)} holds {limit:.6g}"
-        return dataclasses.replace(item, danger=largest, suspect=True, range=told)
-    gain = 1 / len(work.items) + (item.cost / work.total if work.total else 0.0)
-    return dataclasses.replace(item, danger=row.sensitivity / gain, range=f"reaches {row.max_abs:.3g}")
 
 
 def order(work: Work) -> list[int]:

@@ -31,10 +31,12 @@ _INLINED = ("tag_activation_checkpoint", "cond", "scan", "while_loop", "wrap", "
 @dataclass
 class Effect:
     """What the backward shows of one value: its gradients, and ``change``, the sum over the batches of the squared
-    change of the loss that rounding the value makes, to first order."""
+    change of the loss that rounding the value makes, to first order. ``trained``: False if a training step computes no
+    gradient of the value, as of data and frozen parameters; it is then not recorded."""
 
     gradient: Tally
     change: float = 0.0
+    trained: bool = True
 
 
 @dataclass
@@ -45,11 +47,20 @@ class Entry:
     result: Tally
     effect: Effect
     operands: dict[int, Range] = field(default_factory=dict)
-    given: dict[int, Effect] = field(default_factory=dict)  # of its operands, by id
+    given: dict[int, tuple[int, Effect]] = field(default_factory=dict)  # of its operands in this batch, by id
+    gradients: dict[int, Range] = field(default_factory=dict)  # of its operands
+    rounding: float = 0.0  # the change that rounding its operands makes
+
+    def end_batch(self) -> None:
+        """Add what the backward of this batch showed of the operands."""
+        for place, effect in self.given.values():
+            self.gradients[place] = self.gradients.get(place, Range()).merged(effect.gradient.range)
+            self.rounding += effect.change
+        self.given.clear()
 
     def change(self, *, rounds_once: bool) -> float:
         """Return the squared change of the loss if the op runs low: its operands and its result are rounded."""
-        return self.effect.change + (0.0 if rounds_once else sum(e.change for e in self.given.values()))
+        return self.effect.change + (0.0 if rounds_once else self.rounding)
 
 
 class Recorder:
@@ -63,6 +74,7 @@ class Recorder:
         self.effects: dict[fx.Node, Effect] = {}  # of the same nodes; filled by the backward
         self.uses: dict[tuple[fx.Node, fx.Node], Effect] = {}  # of a value in one of several ops that read it
         self.leaves: list[Tensor] = []  # inputs that have a gradient for the sake of the recording
+        self.untrained: set[fx.Node] = set()  # their nodes
         self.parameters: dict[tuple[int, int], Range] = {}  # (id of a parameter, its version) -> its range
         self.recomputing = False
 
@@ -78,14 +90,21 @@ class Recorder:
             if is_float(value) and not value.requires_grad and not own and torch.is_grad_enabled():
                 given[place] = value.detach().requires_grad_()
                 self.leaves.append(given[place])
+                self.untrained.add(node)
         return given
 
     def next_batch(self) -> None:
+        self.end_batch()
         self.batch += 1
         self.ranges.clear()
         self.effects.clear()
         self.uses.clear()
         self.leaves.clear()
+        self.untrained.clear()
+
+    def end_batch(self) -> None:
+        for entry in self.entries.values():
+            entry.end_batch()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -102,7 +121,7 @@ class Recorder:
         tensors = [t for t in pytree.tree_leaves(result) if is_float(t)]
         if node.op != "call_function" or node.target is operator.getitem or not tensors:
             self.ranges[node] = self._of_selected(node, args) or [self._of_input(node, t) for t in tensors]
-            self.effects[node] = self._of_source(node) or self._effect_of(tensors)
+            self.effects[node] = self._of_source(node) or self._effect_of(tensors, self._of_input_node(node))
             return
         if _name(node) in _INLINED:
             self.ranges[node] = [range_of(t, self.dtype, batch=self.batch) for t in tensors]
@@ -113,12 +132,13 @@ class Recorder:
             self.ranges[node], self.effects[node] = self.ranges[given[0]], self.effects[given[0]]
             return
         entry = self._entry(node)
+        entry.effect.trained = any(self.effects[source].trained for source in given) or not given
         self.ranges[node] = [entry.result.see(t, self.batch) for t in tensors]
         self.effects[node] = entry.effect
         for place, source in enumerate(given):
             entry.operands[place] = merge([entry.operands.get(place, Range()), *self.ranges[source]])
             effect = self.uses.get((node, source)) or self.effects[source]
-            entry.given[id(effect)] = effect
+            entry.given[id(effect)] = place, effect
         self._effect_of(tensors, entry.effect)
 
     def apart(self, reader: fx.Node, source: fx.Node, value: Tensor) -> Tensor:
@@ -126,6 +146,7 @@ class Recorder:
         alias = value.view_as(value)
         if not self.recomputing:
             effect = self.uses.get((reader, source)) or self._new_effect()
+            effect.trained = self.effects[source].trained
             self.uses[reader, source] = self._effect_of([alias], effect)
         return alias
 
@@ -144,6 +165,11 @@ class Recorder:
 
     def _of_source(self, node: fx.Node) -> Effect | None:
         return self.effects.get(node.args[0]) if node.target is operator.getitem else None  # type: ignore[arg-type]
+
+    def _of_input_node(self, node: fx.Node) -> Effect:
+        effect = self._new_effect()
+        effect.trained = node not in self.untrained
+        return effect
 
     def _new_effect(self) -> Effect:
         return Effect(Tally(self.dtype, self.scale))
@@ -175,7 +201,8 @@ class Recorder:
 
         def see(gradient: Tensor | None) -> None:
             with torch.no_grad():
-                _see(effect.gradient, gradient, self.batch)
+                if effect.trained:
+                    _see(effect.gradient, gradient, self.batch)
                 if gradient is not None and gradient.layout is torch.strided:
                     sample = flattened(gradient, order)[0][::step]
                     changes = (sample * errors).abs().double().square()
@@ -185,6 +212,7 @@ class Recorder:
 
     def rows(self, has_gradients: bool, has_loss: bool) -> tuple[Row, ...]:
         """Return what was recorded. Gradients that are not those of a loss only give the sensitivities."""
+        self.end_batch()
         classify = Policy("O2", self.dtype).classify
         return tuple(
             Row(
@@ -192,7 +220,7 @@ class Recorder:
                 e.change(rounds_once=classify(op).cls is OpClass.EXACT) / self.batch if has_gradients else 0.0,
                 e.effect.gradient.range if has_loss else None,
                 tuple(e.operands[place] for place in sorted(e.operands)), number,
-                merge(effect.gradient.range for effect in e.given.values()) if has_loss else None,
+                tuple(e.gradients.get(place, Range()) for place in sorted(e.operands)) if has_loss else (),
             )
             for (module, op, source, number), e in self.entries.items()
         )  # fmt: skip

@@ -11,7 +11,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 import torch
-from planted import Planted, expected, relative_error
+from planted import Planted, expected, gradient_error, planted, relative_error, small_loss
 from sklearn import datasets
 from torch import nn
 
@@ -62,7 +62,7 @@ def test_the_report_says_which_ops_are_why(searched):
     assert all(row.alone for row in report.rows)
     text = str(report)
     assert "everything low fails: metric nan" in text
-    assert "float16 holds 65504" in text
+    assert "fp16 holds 65504" in text
     assert "planted.py" in text
     assert "blocks.0:addcdiv#0" in text
 
@@ -78,7 +78,7 @@ def test_the_policy_works_everywhere(searched, tmp_path):
     assert not math.isfinite(evaluate(convert_model(model, (held_out,), level="O3", dtype=torch.float16)))
     search.to_file(tmp_path / "policy.toml")
     assert Policy.from_file(tmp_path / "policy.toml") == search.policy
-    assert "; float16 holds 65504; in float16 the metric is nan" in (tmp_path / "policy.toml").read_text()
+    assert "; fp16 holds 65504; in float16 the metric is nan" in (tmp_path / "policy.toml").read_text()
 
 
 def test_the_trials_as_data_and_as_a_plot(searched, tmp_path):
@@ -92,6 +92,19 @@ def test_the_trials_as_data_and_as_a_plot(searched, tmp_path):
     root = ElementTree.fromstring(search.to_svg(tmp_path / "front.svg"))
     assert len([e for e in root.iter() if e.tag.endswith("circle")]) == len(search.trials)
     assert (tmp_path / "front.svg").exists()
+
+
+def test_gradients_that_vanish_are_found_by_a_metric_of_gradients():
+    faults = {1: "gradients"}
+    model = Planted(3, faults).eval()
+    assert relative_error(model, X)(amp_compile(model, level="O3", dtype=torch.float16)) < 0.01, "the values all fit"
+    calibration = calibrate(model, [(X, None)], small_loss, scale=1.0)
+    evaluate = gradient_error(model, X)
+    search = search_policy(model, evaluate, tolerance=0.1, maximize=False, calibration=calibration)
+    assert {name for name, _ in search.reasons} == expected(faults)
+    assert search.trials[0].metric == 1.0, "a weight has no gradient at all"
+    assert search.evaluations <= 10
+    assert all("has gradients up to" in reason for _, reason in search.reasons)
 
 
 def test_without_a_calibration():
@@ -189,6 +202,35 @@ def search_bad(model, evaluate=bad_ops, **options):
 def test_the_pretended_compiler(pretended):
     search = search_bad(pretended[0])
     assert set(search.blamed) == BAD == {str(rule) for rule in search.policy.calls}
+
+
+KINDS = {1: ("weights",), 2: ("gradients",), 3: ("plateau",), 4: ("gradients", "cancellation"),
+         5: ("activations", "plateau")}  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [pytest.param(n, marks=[pytest.mark.zoo] if n != 4 else []) for n in KINDS])
+def test_faults_among_200_ops(number, monkeypatch):
+    """The network and its calibration are real, and only the compiler is not: a trial fails if an op of a fault is low.
+    ``benchmarks/search.py`` compiles and runs them all."""
+    model, faults = planted(200, KINDS[number])
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+    real = amp_compile(model, level="O3", dtype=torch.float16)
+    real(x)
+    calibration = calibrate(model, [(x, None)], small_loss, scale=1.0)
+    monkeypatch.setattr(front, "amp_compile", Pretended(real.graphs))
+    wanted = expected(faults)
+
+    def failing(compiled):
+        return 0.0 if compiled.policy.level == "O0" else float(len(wanted - compiled.fp32))
+
+    search = search_bad(model, failing, calibration=calibration)
+    assert len(wanted) == number
+    assert len(search.items) >= 195
+    assert {name for name, _ in search.reasons} == wanted
+    assert search.evaluations <= 20
+    without = search_bad(model, failing, budget=200)
+    assert {name for name, _ in without.reasons} == wanted
+    assert without.evaluations <= 80
 
 
 @pytest.mark.parametrize(("value", "words"), [

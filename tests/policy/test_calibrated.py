@@ -74,17 +74,18 @@ def test_bf16_holds_them() -> None:
      (Range(4, 1e-7, 1e-8, batch=1),
       "has gradients up to 1e-07 at a loss scale of 8; fp16 has its full precision above 6.1e-05")],
 )  # fmt: skip
-@pytest.mark.parametrize("where", ["gradient", "operand_gradient"])
+@pytest.mark.parametrize("where", ["gradient", "operand_gradients"])
 def test_gradients_that_do_not_fit(where: str, values: Range, reason: str) -> None:
+    given = values if where == "gradient" else (Range(), values)
     with pytest.warns(AmpWarning, match="no scale of the loss suits all gradients: at 8, those of 1 of 2 ops"):
-        (rule,) = rules(linear(1.0, **{where: values}), Row("add", "add", "", "", Range(9, 1.0, 1.0)), scale=8.0)
+        (rule,) = rules(linear(1.0, **{where: given}), Row("add", "add", "", "", Range(9, 1.0, 1.0)), scale=8.0)
     assert rule.reason == reason
 
 
 def test_gradients_that_fit_say_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert rules(linear(1.0, gradient=Range(4, 1.0, 1e-3), operand_gradient=Range(4, 1.0, 1e-3))) == ()
+        assert rules(linear(1.0, gradient=Range(4, 1.0, 1e-3), operand_gradients=(Range(4, 1.0, 1e-3),))) == ()
 
 
 def exp(result: Range, sensitivity: float = LOW / 2, **fields: Any) -> Row:
