@@ -30,9 +30,9 @@ _INLINED = ("tag_activation_checkpoint", "cond", "scan", "while_loop", "wrap", "
 
 @dataclass
 class Effect:
-    """What the backward shows of one value: its gradients, and ``change``, the sum over the batches of the squared
-    change of the loss that rounding the value makes, to first order. ``trained``: False if a training step computes no
-    gradient of the value, as of data and frozen parameters; it is then not recorded."""
+    """What the backward of a batch shows of one value: its gradients, and ``change``, the squared change of the loss
+    that rounding the value makes, to first order. ``trained``: False if a training step computes no gradient of the
+    value, as of data and frozen parameters; it is then not recorded."""
 
     gradient: Tally
     change: float = 0.0
@@ -45,22 +45,26 @@ class Entry:
 
     node: str
     result: Tally
-    effect: Effect
-    operands: dict[int, Range] = field(default_factory=dict)
+    effect: Effect  # of its result, in this batch
     given: dict[int, tuple[int, Effect]] = field(default_factory=dict)  # of its operands in this batch, by id
+    operands: dict[int, Range] = field(default_factory=dict)
+    gradient: Range = field(default_factory=Range)
     gradients: dict[int, Range] = field(default_factory=dict)  # of its operands
-    rounding: float = 0.0  # the change that rounding its operands makes
+    own_change: float = 0.0  # that rounding its result makes
+    operand_change: float = 0.0
 
-    def end_batch(self) -> None:
-        """Add what the backward of this batch showed of the operands."""
+    def end_batch(self, new: Effect) -> None:
+        """Add what the backward of this batch showed; ``new`` is for the next one."""
+        self.gradient = self.gradient.merged(self.effect.gradient.range)
+        self.own_change += self.effect.change
         for place, effect in self.given.values():
             self.gradients[place] = self.gradients.get(place, Range()).merged(effect.gradient.range)
-            self.rounding += effect.change
-        self.given.clear()
+            self.operand_change += effect.change
+        self.effect, self.given = new, {}
 
     def change(self, *, rounds_once: bool) -> float:
         """Return the squared change of the loss if the op runs low: its operands and its result are rounded."""
-        return self.effect.change + (0.0 if rounds_once else self.rounding)
+        return self.own_change + (0.0 if rounds_once else self.operand_change)
 
 
 class Recorder:
@@ -104,7 +108,7 @@ class Recorder:
 
     def end_batch(self) -> None:
         for entry in self.entries.values():
-            entry.end_batch()
+            entry.end_batch(self._new_effect())
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -218,7 +222,7 @@ class Recorder:
             Row(
                 e.node, op, module, source, e.result.range,
                 e.change(rounds_once=classify(op).cls is OpClass.EXACT) / self.batch if has_gradients else 0.0,
-                e.effect.gradient.range if has_loss else None,
+                e.gradient if has_loss else None,
                 tuple(e.operands[place] for place in sorted(e.operands)), number,
                 tuple(e.gradients.get(place, Range()) for place in sorted(e.operands)) if has_loss else (),
             )

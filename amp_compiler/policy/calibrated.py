@@ -101,7 +101,7 @@ def rules_for(
                 found[row.module, row.op, number] = CallRule(row.module, row.op, "float32", number, why)
         elif harmless := _harmless(row, state, bounds, usual, calibration.batches):
             key = row.module, row.op, number
-            found.setdefault(key, CallRule(*key[:2], dtype_name(low), number, harmless))
+            found.setdefault(key, CallRule(*key[:2], dtype_name(low), number, harmless, yields=True))
     if lost:
         warnings.warn(
             f"amp_compiler: no scale of the loss suits all gradients: at {calibration.scale:g}, those of {lost} of "

@@ -205,6 +205,18 @@ class Frozen(nn.Module):
         return (x + 1) + self.fc(x) * self.large * self.scale
 
 
+def test_a_batch_that_comes_again_changes_no_average() -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2)), (torch.randn(3, 4), None)
+    once, often = (calibrate(model, [batch] * times, mean_square, scale=1.0).rows for times in (1, 5))
+    for a, b in zip(once, often, strict=True):
+        assert b.sensitivity == pytest.approx(a.sensitivity)
+        assert a.gradient is not None
+        assert b.gradient is not None
+        assert (b.gradient.elements, b.gradient.max_abs) == (5 * a.gradient.elements, a.gradient.max_abs)
+        assert [r.elements for r in b.operand_gradients] == [5 * r.elements for r in a.operand_gradients]
+
+
 def test_gradients_are_those_that_training_computes() -> None:
     torch.manual_seed(0)
     found = calibrate(Frozen(), [(torch.rand(3, 4), None)], lambda output, _: 1e-5 * output.sum(), scale=1.0)
