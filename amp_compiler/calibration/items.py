@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,8 @@ from torch import fx
 
 from .. import ir
 from ..common.errors import CalibrationError
+from ..cost.devices import Device, find
+from ..cost.model import CostModel
 from ..ir.flops import node_flops
 from ..policy import CallRule, Policy, Rule, call_name
 from ..policy.calibrated import Bounds
@@ -19,6 +21,7 @@ from ..policy.ops.row import OpClass
 from .calibration import Calibration
 
 OBJECTIVES = ("flops", "bytes")
+Objective = str | Device
 #: the rules by which an op is low that a rule for the call comes before
 _FREE = frozenset({Rule.TABLE, Rule.LEVEL, Rule.WHITE_LIST, Rule.FOLLOW_LIST, Rule.FP32_INSIDE, Rule.MODULE_RULE})
 #: without a calibration, what is on the black list is suspected first
@@ -77,8 +80,20 @@ class Work:
         return sum(item.cost for item in low) / self.total if self.total else 0.0
 
 
-def find_work(graphs: Sequence[fx.GraphModule], objective: str) -> Work:
+def worth(objective: Objective, low: torch.dtype) -> Callable[[fx.Node], float]:
+    """Return a function that tells what an op is worth in low precision: its FLOPs, the bytes of its results, or the
+    seconds that it saves on a device, without the casts around it."""
+    if objective == "flops":
+        return lambda node: float(node_flops(node))
+    if objective == "bytes":
+        return lambda node: float(_bytes(node))
+    model = CostModel(find(objective))
+    return lambda node: max(model.seconds(node, torch.float32) - model.seconds(node, low), 0.0)
+
+
+def find_work(graphs: Sequence[fx.GraphModule], objective: Objective, low: torch.dtype = torch.float16) -> Work:
     """Return the ops that are low in the rewritten ``graphs`` and that a rule can keep in fp32, in graph order."""
+    value = worth(objective, low)
     found: dict[tuple[str, str, int], Item] = {}
     total = 0.0
     for gm in graphs:
@@ -87,7 +102,7 @@ def find_work(graphs: Sequence[fx.GraphModule], objective: str) -> Work:
                 known = ir.decision(node)
                 if node.op != "call_function" or known is None or known.rule is Rule.INSERTED:
                     continue
-                cost = float(node_flops(node) if objective == "flops" else _bytes(node))
+                cost = value(node)
                 total += cost
                 free = known.rule in _FREE and known.cls in _BY_CLASS and ir.CALL in node.meta
                 if not free or known.precision not in ir.LOW_DTYPES:

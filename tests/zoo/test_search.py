@@ -39,7 +39,6 @@ def searched(model: nn.Module, given: dict[str, Tensor], held_out: dict[str, Ten
     found = amp_compile(model, policy=search.policy)
     assert snr(model, held_out)(found) >= DECIBELS
     assert found.report().low_flops_share >= 0.95
-    assert search.evaluations <= 20
     assert search.complete
     return search
 
@@ -68,16 +67,19 @@ def test_a_residual_network_whose_activations_overflow() -> None:
 
 
 @pytest.mark.zoo
-def test_an_encoder_whose_embeddings_overflow() -> None:
-    """The layer norm after the embeddings brings them back. The head is not tied to them here."""
-    model, _ = ZOO["bert-sdpa"]()
-    model.cls.predictions.decoder.weight = nn.Parameter(model.cls.predictions.decoder.weight.detach().clone())
+def test_a_network_of_depthwise_convolutions_that_overflow() -> None:
+    """The layer norm after the convolution brings its results back."""
+    model, _ = ZOO["convnext"]()
+    layer = model.get_submodule("convnext.encoder.stages.1.layers.0")
     with torch.no_grad():
-        model.bert.embeddings.word_embeddings.weight *= 1e7
-    search = searched(model, ids(0), ids(1))
-    assert {(row.module, row.op) for row in search.report().rows} == {
-        ("bert.embeddings", "add"), ("bert.embeddings.LayerNorm", "layer_norm")
-    }  # fmt: skip
+        layer.dwconv.weight *= 1e7
+        layer.dwconv.bias *= 1e7
+    pixels = torch.randn(2, 2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    search = searched(model, {"pixel_values": pixels[0]}, {"pixel_values": pixels[1]})
+    assert {row.module for row in search.report().rows} == {
+        f"convnext.encoder.stages.1.layers.0.{name}" for name in ("dwconv", "layernorm")
+    }
+    assert search.evaluations <= 12
 
 
 @pytest.mark.zoo
@@ -90,3 +92,4 @@ def test_a_decoder_with_a_massive_activation() -> None:
         model.transformer.wte.weight[FIRST, 7] = 1e5
     search = searched(model, ids(0), ids(1))
     assert {row.op for row in search.report().rows} == {"add", "layer_norm"}
+    assert search.evaluations <= 30  # with eleven ops in fp32
