@@ -19,11 +19,13 @@ from .. import ir
 from ..common.torch_names import OpOverload, pytree
 from ..policy import Policy
 from ..policy.ops.row import OpClass
-from ..runtime.record import Range, Tally, flattened, merge, range_of, sample_step
+from ..runtime.record import Range, Tally, flattened, merge, range_of
 from ..training.overflow import users_line
 from ..training.probe import Watching, is_float
 from .row import Row
 
+#: elements of a result whose rounding errors are kept until the backward, at least half as many
+_SAMPLE = 1 << 13
 #: higher-order ops whose bodies are run node by node, so that they have no row of their own
 _INLINED = ("tag_activation_checkpoint", "cond", "scan", "while_loop", "wrap", "invoke_subgraph")
 
@@ -198,7 +200,7 @@ class Recorder:
         """Return a hook for the gradient of a result. It holds the rounding errors of a sample, not the result."""
         with torch.no_grad():
             values, order = flattened(tensor.detach())
-            step = sample_step(values.numel())
+            step = max(values.numel() // _SAMPLE, 1) | 1  # odd, as sizes rarely are
             errors = _rounding_errors(values[::step], self.dtype)
         share = values.numel() / max(errors.numel(), 1)
         del values, tensor

@@ -69,7 +69,7 @@ def test_a_residual_network_whose_activations_overflow() -> None:
 @pytest.mark.zoo
 def test_a_network_of_depthwise_convolutions_that_overflow() -> None:
     """The layer norm after the convolution brings its results back."""
-    model, _ = ZOO["convnext"]()
+    model, _ = ZOO["convnext"](depths=[2, 2])
     layer = model.get_submodule("convnext.encoder.stages.1.layers.0")
     with torch.no_grad():
         layer.dwconv.weight *= 1e7
@@ -91,5 +91,5 @@ def test_a_decoder_with_a_massive_activation() -> None:
     with torch.no_grad():
         model.transformer.wte.weight[FIRST, 7] = 1e5
     search = searched(model, ids(0), ids(1))
-    assert {row.op for row in search.report().rows} == {"add", "layer_norm"}
+    assert {row.op for row in search.report().rows} == {"add", "dropout", "layer_norm"}
     assert search.evaluations <= 30  # with eleven ops in fp32
