@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from chromium import Chromium, find_chromium
 from hypothesis import given
 from hypothesis import strategies as st
 
 from amp_compiler import Calibration, CalibrationError
 from amp_compiler.calibration.row import Row
 from amp_compiler.runtime.record import Range
+from chromium import Chromium, find_chromium
 
 COUNTS = st.integers(0, 2**40)
 FLOATS = st.floats(0, 1e38, allow_nan=False)
