@@ -10,8 +10,11 @@ cancellation, weights that nearly cancel. A policy is good if the output's relat
   fp16 kernels there and computes neighbouring nodes in fp32 without rounding between them.
 - `by ONNX Runtime`: the package as it is. `wrong` counts 1 if the file that it returns does not meet
   the criterion when every fp16 node rounds.
-- `its halving`: that package's own code chooses what to try, and each of its trials is the same network with the same
-  ops low, run by `amp_compile`. This is the algorithm alone, also where the package's conversion fails: it
+- `ModelOpt AutoCast`: NVIDIA's rule without trials: nodes that reach 512 in one fp32 run stay in fp32. It runs here if
+  it is installed without what it needs for GPUs: `pip install --no-deps nvidia-modelopt onnx-graphsurgeon polygraphy
+  onnxslim lief cppimport omegaconf pulp antlr4-python3-runtime nvidia-ml-py mako`.
+- `its halving`: onnxconverter-common's own code chooses what to try, and each of its trials is the same network with
+  the same ops low, run by `amp_compile`. This is the algorithm alone, also where the package's conversion fails: it
   stores all weights in fp16, so that keeping a node in fp32 does not save it from the rounding of its weights.
 
 With `--gradients`, the faults are gradients below 1e-8 and the criterion is the error of the weights' gradients, at
@@ -26,6 +29,7 @@ import importlib.util
 import io
 import logging
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -92,48 +96,81 @@ def counts(found: Search, wanted: set[str]) -> dict[str, int]:
 
 def peer(ops: int, faults: int, *, rounds: bool) -> dict[str, int]:
     """Run the peer on the exported network. `rounds`: its trials by ONNX's reference evaluator, not by ONNX Runtime."""
-    import numpy as np
-    import onnx
-    from onnx.reference import ReferenceEvaluator
     from onnxconverter_common import auto_mixed_precision as package
 
-    model, x, wanted = network(ops, faults)
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-    with contextlib.redirect_stdout(io.StringIO()):
-        program = torch.onnx.export(model, (x,), dynamo=True, optimize=False, verbose=False)
-    assert program is not None
-    graph = program.model_proto
-    feed = {graph.graph.input[0].name: x.numpy()}
+    given_to = Exported(ops, faults)
     by_package, calls = package.get_tensor_values_using_ort, [0]
-
-    def rounding(given: Any) -> list[Any]:
-        with np.errstate(all="ignore"):
-            return list(ReferenceEvaluator(given).run(None, feed))
 
     def values(given: Any, inputs: Any, output_names: Any = None, options: Any = None) -> Any:
         calls[0] += output_names is None  # with names, it asks for dtypes
-        return rounding(given) if rounds and output_names is None else by_package(given, inputs, output_names, options)
+        own = rounds and output_names is None
+        return given_to.run(given) if own else by_package(given, inputs, output_names, options)
 
-    def error(a: list[Any], b: list[Any]) -> float:
-        return float(np.linalg.norm(a[0].astype(np.float64) - b[0]) / np.linalg.norm(a[0]))
-
-    reference = rounding(graph)
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with mock.patch.object(package, "get_tensor_values_using_ort", values):
             try:
                 made = package.auto_convert_mixed_precision(
-                    graph, feed, lambda a, b: error(a, b) <= TOLERANCE, keep_io_types=True
+                    given_to.graph, given_to.feed, lambda a, b: error(a, b) <= TOLERANCE, keep_io_types=True
                 )
             except ValueError as failure:
                 raise PeerError(f"failed after {calls[0]} evaluations: {failure}") from failure
-    typed = onnx.shape_inference.infer_shapes(made).graph
-    low = {v.name for v in (*typed.value_info, *typed.output) if v.type.tensor_type.elem_type == _FLOAT16}
-    nodes = [n for n in typed.node if n.op_type not in ("Cast", "Constant")]
-    kept = [n for n in nodes if n.output[0] not in low]
-    return {"evaluations": calls[0], "fp32": len(kept), "too_many": max(len(kept) - len(wanted), 0),
-            "missed": max(len(wanted) - len(kept), 0), "ops": len(nodes),
-            "wrong": int(not error(reference, rounding(made)) <= TOLERANCE)}  # fmt: skip
+    return given_to.counts(made, calls[0])
+
+
+def modelopt(ops: int, faults: int) -> dict[str, int]:
+    """Run ModelOpt's AutoCast on the exported network. It runs the network once, in fp32."""
+    import numpy as np
+    import onnx
+    from modelopt.onnx.autocast import convert_to_mixed_precision
+
+    given_to = Exported(ops, faults)
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        onnx.save(given_to.graph, f"{folder}/network.onnx")
+        np.savez(f"{folder}/data.npz", **given_to.feed)
+        made = convert_to_mixed_precision(
+            f"{folder}/network.onnx", "fp16", keep_io_types=True, calibration_data=f"{folder}/data.npz"
+        )
+    return given_to.counts(made, 1)
+
+
+class Exported:
+    """A network with faults as an ONNX graph, and its data."""
+
+    def __init__(self, ops: int, faults: int) -> None:
+        model, x, self.wanted = network(ops, faults)
+        logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+        with contextlib.redirect_stdout(io.StringIO()):
+            program = torch.onnx.export(model, (x,), dynamo=True, optimize=False, verbose=False)
+        assert program is not None
+        self.graph = program.model_proto
+        self.feed = {self.graph.graph.input[0].name: x.numpy()}
+
+    def run(self, graph: Any) -> list[Any]:
+        """The outputs of a graph, by an evaluator that rounds the result of every fp16 node."""
+        import numpy as np
+        from onnx.reference import ReferenceEvaluator
+
+        with np.errstate(all="ignore"):
+            return list(ReferenceEvaluator(graph).run(None, self.feed))
+
+    def counts(self, made: Any, evaluations: int) -> dict[str, int]:
+        """What a peer made of it: nodes in fp32, and whether it meets the criterion."""
+        import onnx
+
+        typed = onnx.shape_inference.infer_shapes(made).graph
+        low = {v.name for v in (*typed.value_info, *typed.output) if v.type.tensor_type.elem_type == _FLOAT16}
+        nodes = [n for n in typed.node if n.op_type not in ("Cast", "Constant")]
+        kept = sum(n.output[0] not in low for n in nodes)
+        return {"evaluations": evaluations, "fp32": kept, "too_many": max(kept - len(self.wanted), 0),
+                "missed": max(len(self.wanted) - kept, 0), "ops": len(nodes),
+                "wrong": int(not error(self.run(self.graph), self.run(made)) <= TOLERANCE)}  # fmt: skip
+
+
+def error(a: list[Any], b: list[Any]) -> float:
+    wanted = a[0].astype("float64")
+    return float(((wanted - b[0]) ** 2).sum() ** 0.5 / (wanted**2).sum() ** 0.5)
 
 
 def halving(ops: int, faults: int) -> dict[str, int]:
@@ -183,6 +220,7 @@ VARIANTS: dict[str, Callable[[int, int], dict[str, int]]] = {
     "no calibration": lambda ops, faults: ours(ops, faults, calibrated=False),
     PEER: lambda ops, faults: peer(ops, faults, rounds=True),
     "by ONNX Runtime": lambda ops, faults: peer(ops, faults, rounds=False),
+    "ModelOpt AutoCast": modelopt,
     "its halving": halving,
 }
 GRADIENTS: dict[str, Callable[[int, int], dict[str, int]]] = {
@@ -202,8 +240,9 @@ def parser() -> argparse.ArgumentParser:
 
 def counted(ops: int, faults: int, variant: str, run: Callable[[int, int], dict[str, int]]) -> Row:
     row = Row({"ops": ops, "faults": faults, "variant": variant})
-    if variant not in GRADIENTS and importlib.util.find_spec("onnxconverter_common") is None:
-        row.failed, row.note = True, "onnxconverter-common is not installed"
+    package = "modelopt" if variant == "ModelOpt AutoCast" else "onnxconverter_common"
+    if variant not in GRADIENTS and importlib.util.find_spec(package) is None:
+        row.failed, row.note = True, f"{package} is not installed"
         return row
     start = time.perf_counter()
     try:

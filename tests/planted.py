@@ -32,6 +32,7 @@ class Block(nn.Module):
         elif fault:
             large = torch.full((width,), _LARGE.get(fault, 1e3))
             self.large = nn.Parameter(large, requires_grad=False)
+            self.one = nn.Parameter(torch.ones(width), requires_grad=False)
             self.other = nn.Parameter(2 * large if fault == "quotient" else 1 / large, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -42,7 +43,7 @@ class Block(nn.Module):
         elif self.fault == "activations":
             y = y * self.large * self.large * self.other * self.other
         elif self.fault == "plateau":
-            y = y * self.large * self.large * 0.5 * self.other * self.other * 2
+            y = y * self.large * self.large * self.one * self.other * self.other
         elif self.fault == "gradients":
             y = y * self.large * self.other
         elif self.fault == "weights":
