@@ -31,7 +31,7 @@ def page(title: str, rows: Sequence[Row], dtype: torch.dtype) -> str:
     body = "\n".join(_row(row, largest, dtype) for row in rows)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{_STYLE}</style></head><body data-ready="yes">\n<h1>{escape(title)}</h1>\n"
+        f"<style>{_STYLE}</style></head><body data-ready=yes>\n<h1>{escape(title)}</h1>\n"
         f'<div class="head">{head}</div>\n{body}\n</body></html>\n'
     )
 

@@ -123,7 +123,7 @@ def test_faults_among_200_ops(number, monkeypatch):
     assert search.evaluations <= 20
     without = search_bad(model, failing, budget=200)
     assert {name for name, _ in without.reasons} == wanted
-    assert without.evaluations <= 80
+    assert without.evaluations <= 40
 
 
 @pytest.mark.parametrize(("value", "words"), [
