@@ -24,7 +24,7 @@ EXPONENTS = st.dictionaries(st.integers(-127, 127), st.integers(1, 10**9)).map(l
 RANGES = st.builds(Range, COUNTS, FLOATS, FLOATS, COUNTS, COUNTS, COUNTS, COUNTS, COUNTS, EXPONENTS)
 ROWS = st.builds(
     Row, st.text(), st.text(), st.text(), st.text(), RANGES, FLOATS, st.none() | RANGES,
-    st.lists(RANGES, max_size=3).map(tuple), st.none() | COUNTS, st.lists(RANGES, max_size=3).map(tuple),
+    st.lists(RANGES, max_size=3).map(tuple), st.none() | COUNTS, st.lists(RANGES, max_size=1).map(tuple),
 )  # fmt: skip
 CALIBRATIONS = st.builds(
     Calibration, st.lists(ROWS, max_size=3).map(tuple), st.sampled_from([torch.float16, torch.bfloat16]),

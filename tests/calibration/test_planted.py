@@ -82,7 +82,7 @@ def test_the_trials_as_data_and_as_a_plot(searched, tmp_path):
 
 def test_gradients_that_vanish_are_found_by_a_metric_of_gradients():
     faults = {1: "gradients"}
-    model = Planted(3, faults).eval()
+    model = Planted(2, faults).eval()
     assert relative_error(model, X)(amp_compile(model, level="O3", dtype=torch.float16)) < 0.01, "the values all fit"
     calibration = calibrate(model, [(X, None)], small_loss, scale=1.0)
     evaluate = gradient_error(model, X)
