@@ -317,6 +317,13 @@ _WRAPPERS = tuple(
 )
 
 
+def piece_of_code() -> int | None:
+    """Return a number of the code that is being captured, the same if it is captured again; None outside of a capture.
+    Dynamo has no public name for it: a graph does not tell which frame it is from."""
+    known = torch._guards.CompileContext.current_compile_id()
+    return known.frame_id if known is not None else None
+
+
 def break_reason(gm: fx.GraphModule) -> Uncaptured | None:
     """Return why Dynamo ended this graph early; None if it didn't."""
     reason = getattr(gm, "compile_subgraph_reason", None)

@@ -36,7 +36,7 @@ def shaded_page(title: str, parts: Mapping[str, tuple[Sequence[str], Sequence[st
         body += [f'<section style="--columns: {len(names) - 1}"><div class="head">{head}</div>', *rows, "</section>"]
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{_STYLE}</style></head><body>\n" + "\n".join(body) + "\n</body></html>\n"
+        f"<style>{_STYLE}</style></head><body data-ready=yes>\n" + "\n".join(body) + "\n</body></html>\n"
     )
 
 
