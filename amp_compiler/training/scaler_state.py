@@ -33,6 +33,7 @@ class Use:
     optimizer: Optimizer  # kept alive, so that no other optimizer gets its id meanwhile
     stage: Stage = Stage.READY
     found: Tensor | None = None  # 1.0 if a gradient was not finite, on the scale's device
+    taken: bool | None = None  # whether the step was taken; None if the host doesn't know
 
 
 class Numbers:
