@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from ..training.arguments import make_scaler
 from ..training.scaler_base import LossScaler
 from ..training.update import gradients
 from .inplace import InPlaceForward, installed
+from .scaled_updates import ScaledUpdates
 
 _SCALER_FILE = "scaler.pt"  # the name that accelerate 1.15 gives to the scaler's state in a checkpoint
 _UNSUPPORTED = {
@@ -125,8 +126,7 @@ def amp_module(prepared: nn.Module) -> AmpModule:
             f"This {type(own).__name__} was not prepared by amp_compiler.integrations.accelerate.prepare, or its "
             "forward was put back since."
         )
-    compiled: AmpModule = forward.compiled._compiled
-    return compiled
+    return forward.compiled
 
 
 def low_dtype(accelerator: Accelerator, dtype: Any, policy: Policy | None) -> torch.dtype:
@@ -162,10 +162,10 @@ def arm(accelerator: Accelerator, low: torch.dtype, loss_scaler: Any) -> AmpAcce
         )
     if not isinstance(accelerator, AmpAccelerator):
         accelerator.__class__ = _armed_class(type(accelerator))
-        accelerator.amp_scaling, accelerator.amp_forwards = LossScaling(), []
-    accelerator.scaler = accelerator.amp_scaling.scaler = scaler
+        accelerator.amp_updates, accelerator.amp_forwards = AcceleratedUpdates(), []
+    accelerator.scaler = accelerator.amp_updates.scaler = scaler
     for optimizer in accelerator._optimizers:
-        accelerator.amp_scaling.adopt(optimizer)
+        accelerator.amp_updates.adopt(optimizer)
     return accelerator  # type: ignore[no-any-return]
 
 
@@ -191,95 +191,84 @@ def _lower(model: nn.Module, options: dict[str, Any]) -> Iterator[InPlaceForward
     yield forward
 
 
-class LossScaling:
-    """The loss scaler of an accelerator, and what its optimizers have done since its last update.
+class AcceleratedUpdates(ScaledUpdates):
+    """The loss scaler of an accelerator, if it has one, and the optimizers that it has prepared."""
 
-    Several optimizers may step after one backward. The scale is updated once all that have gradients have stepped, and
-    otherwise before the next backward.
-    """
-
-    def __init__(self) -> None:
-        self.scaler: LossScaler | None = None
-        self.skipped = 0  # updates so far
-        self.optimizers: list[Optimizer] = []  # those that are prepared
-        self._stepped: list[Optimizer] = []
+    def __init__(self, scaler: LossScaler | None = None) -> None:
+        super().__init__(scaler)
+        self.optimizers: list[Optimizer] = []
 
     def adopt(self, prepared: AcceleratedOptimizer) -> AmpOptimizer:
         """Make a prepared optimizer step by way of the scaler."""
+        if self.scaler is not None:
+            self.check(prepared.optimizer)
         prepared.__class__ = AmpOptimizer
-        prepared.amp_scaling = self
+        prepared.amp_updates = self
         if not any(known is prepared.optimizer for known in self.optimizers):
             self.optimizers.append(prepared.optimizer)
         return prepared  # type: ignore[no-any-return]
 
-    def unscale(self, wanted: Callable[[Optimizer], bool] = lambda optimizer: True) -> None:
+    def unscale_those(self, wanted: Callable[[Optimizer], bool]) -> None:
         """Unscale the gradients of the optimizers that are ``wanted``, unless that was done."""
         for optimizer in self.optimizers:
-            if self.scaler is not None and wanted(optimizer) and not self.scaler.is_unscaled(optimizer):
-                if gradients(optimizer):
-                    self.scaler.unscale_(optimizer)
+            if self.scaler is not None and wanted(optimizer):
+                self.unscale(optimizer)
 
-    def step(self, scaler: LossScaler, optimizer: Optimizer, closure: Callable[..., Any] | None) -> bool:
-        """Take the step unless gradients are not finite; return whether it was taken."""
+    def take(self, scaler: LossScaler, optimizer: Optimizer, closure: Callable[..., Any] | None) -> bool:
+        """Take the step or skip it; return whether it was taken. The scale is adapted as soon as no other optimizer has
+        gradients that wait for a step, and otherwise before the next backward."""
         if any(done is optimizer for done in self._stepped):
             self.finish()
-        if not gradients(optimizer):
-            optimizer.step(closure)  # type: ignore[arg-type]
-            return True
-        scaler.step(optimizer, *(() if closure is None else (closure,)))
+        self.step(optimizer, **({} if closure is None else {"closure": closure}))
         skipped = scaler.was_skipped(optimizer)
-        self.skipped += skipped
-        self._stepped.append(optimizer)
-        if not any(gradients(other) for other in self.optimizers if not any(other is done for done in self._stepped)):
+        if not any(gradients(other) for other in self._waiting()):
             self.finish()
         return not skipped
 
-    def finish(self) -> None:
-        """Update the scale if a step was taken or skipped since the last update."""
-        if self.scaler is not None and self._stepped:
-            self._stepped.clear()
-            self.scaler.update()
+    def finish(self, optimizers: Iterable[Optimizer] = ()) -> None:
+        for optimizer in self._waiting() if self._stepped else ():
+            if self.scaler is not None and self.scaler.is_unscaled(optimizer):
+                for grad in gradients(optimizer):  # unscaled for clipping, and more may be added to it
+                    grad.mul_(self.scaler.scale_on(grad.device))
+        super().finish((*self.optimizers, *optimizers))
 
-    def forget_steps(self) -> None:
-        """Forget an iteration that was broken off."""
-        self._stepped.clear()
-        if self.scaler is not None:
-            self.scaler.forget()
+    def _waiting(self) -> list[Optimizer]:
+        return [other for other in self.optimizers if not any(done is other for done in self._stepped)]
 
 
 class AmpOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """An ``AcceleratedOptimizer`` whose skipped steps show, also those of fused optimizers."""
 
-    amp_scaling: LossScaling
+    amp_updates: AcceleratedUpdates
 
     def step(self, closure: Callable[..., Any] | None = None) -> None:
-        scaler = self.amp_scaling.scaler
+        scaler = self.amp_updates.scaler
         if scaler is None:
             super().step(closure)
         elif self.gradient_state.sync_gradients:
-            self._is_overflow = not self.amp_scaling.step(scaler, self.optimizer, closure)
+            self._is_overflow = not self.amp_updates.take(scaler, self.optimizer, closure)
 
 
 class AmpAccelerator(Accelerator):  # type: ignore[misc]
     """What an accelerator becomes by ``prepare``: scaled losses, and true gradients for whatever looks at them."""
 
-    amp_scaling: LossScaling
+    amp_updates: AcceleratedUpdates
     amp_forwards: list[InPlaceForward]
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
-        return self.amp_scaling.adopt(super().prepare_optimizer(optimizer, device_placement))
+        return self.amp_updates.adopt(super().prepare_optimizer(optimizer, device_placement))
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        self.amp_scaling.finish()
+        self.amp_updates.finish()
         super().backward(loss, **kwargs)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         if optimizer is None:
-            self.amp_scaling.unscale()
+            self.amp_updates.unscale_those(lambda one: True)
             return
         given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
         inner = {id(getattr(one, "optimizer", one)) for one in given}
-        self.amp_scaling.unscale(lambda one: id(one) in inner)
+        self.amp_updates.unscale_those(lambda one: id(one) in inner)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -294,13 +283,13 @@ class AmpAccelerator(Accelerator):  # type: ignore[misc]
     def _unscale_for(self, parameters: list[Tensor]) -> float:
         """Unscale the gradients of ``parameters``; return what they are still multiplied by: within an accumulation,
         where more is to be added to them, they stay scaled."""
-        scaler = self.amp_scaling.scaler
+        scaler = self.amp_updates.scaler
         if scaler is None:
             return 1.0
         if not self.sync_gradients:
             return scaler.get_scale()
         known = {id(p) for p in parameters}
-        self.amp_scaling.unscale(lambda one: any(id(p) in known for g in one.param_groups for p in g["params"]))
+        self.amp_updates.unscale_those(lambda one: any(id(p) in known for g in one.param_groups for p in g["params"]))
         return 1.0
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
@@ -312,16 +301,16 @@ class AmpAccelerator(Accelerator):  # type: ignore[misc]
         for forward in self.amp_forwards:
             forward.remove()
         self.amp_forwards.clear()
-        self.amp_scaling.forget_steps()
-        self.amp_scaling.optimizers.clear()
+        self.amp_updates.end()
+        self.amp_updates.optimizers.clear()
         return super().free_memory(*objects)
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        self.amp_scaling.finish()
+        self.amp_updates.finish()
         return super().save_state(*args, **kwargs)
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        self.amp_scaling.forget_steps()
+        self.amp_updates.end()
         folder = None if input_dir is None else os.path.expanduser(input_dir)
         if self.scaler is None or folder is None or os.path.isfile(os.path.join(folder, _SCALER_FILE)):
             super().load_state(input_dir, *args, **kwargs)

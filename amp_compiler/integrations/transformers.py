@@ -75,9 +75,9 @@ class AmpMixin:
             return super().evaluation_loop(*args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        scaling = self.accelerator.amp_scaling
-        if "loss" in logs and scaling.scaler is not None:
-            logs = {**logs, "loss_scale": scaling.scaler.get_scale(), "skipped_steps": scaling.skipped}
+        updates = self.accelerator.amp_updates
+        if "loss" in logs and updates.scaler is not None:
+            logs = {**logs, "loss_scale": updates.scaler.get_scale(), "skipped_steps": updates.skipped}
         super().log(logs, *args, **kwargs)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
@@ -89,8 +89,7 @@ class AmpMixin:
     @property
     def amp_module(self) -> AmpModule:
         """The compiled form of the model, with ``report()``, ``graphs`` and ``history``."""
-        compiled: AmpModule = self._amp_for(self.model).compiled._compiled
-        return compiled
+        return self._amp_for(self.model).compiled
 
     def amp_report(self) -> Report:
         """Report every op that ran so far, with its precision and the reason for it."""
@@ -98,7 +97,7 @@ class AmpMixin:
 
     def _amp_for(self, model: nn.Module) -> InPlaceForward:
         forward = self._amp_forward
-        if forward is None or forward.model is not model or not forward.fits:
+        if forward is None or forward.module is not model or not forward.fits:
             forward = self._amp_forward = InPlaceForward(model, **{**self._amp_asked, "dtype": self._amp_low})
         return forward
 

@@ -90,6 +90,13 @@ class TorchScaler(torch.amp.GradScaler):
         self._uses: dict[int, Use] = {}
         self._enabled = enabled
 
+    def overflow_flag(self, optimizer: Optimizer) -> Tensor | None:
+        """Return what ``unscale_`` or ``step`` has found in the gradients of ``optimizer`` since the last update: an
+        fp32 tensor of no dimensions, 1.0 if one was not finite. None if neither has seen gradients. No host sync.
+        """
+        use = self._uses.get(id(optimizer))
+        return None if use is None else use.found
+
     @property
     def _scale(self) -> Tensor | None:  # type: ignore[override]
         return self._numbers.tensors.get("scale")
