@@ -192,11 +192,16 @@ def _lower(model: nn.Module, options: dict[str, Any]) -> Iterator[InPlaceForward
 
 
 class AcceleratedUpdates(ScaledUpdates):
-    """The loss scaler of an accelerator, if it has one, and the optimizers that it has prepared."""
+    """The loss scaler of an accelerator, if it has one, and the optimizers that it has prepared.
+
+    Whatever the order of ``backward``, clipping and steps, the optimizers see the gradients that they would see without
+    loss scaling: those that were unscaled are scaled again before a backward adds to them.
+    """
 
     def __init__(self, scaler: LossScaler | None = None) -> None:
         super().__init__(scaler)
         self.optimizers: list[Optimizer] = []
+        self._used: list[Optimizer] = []  # those that have stepped since the last backward
 
     def adopt(self, prepared: AcceleratedOptimizer) -> AmpOptimizer:
         """Make a prepared optimizer step by way of the scaler."""
@@ -204,36 +209,70 @@ class AcceleratedUpdates(ScaledUpdates):
             self.check(prepared.optimizer)
         prepared.__class__ = AmpOptimizer
         prepared.amp_updates = self
-        if not any(known is prepared.optimizer for known in self.optimizers):
+        if not _has(self.optimizers, prepared.optimizer):
             self.optimizers.append(prepared.optimizer)
         return prepared  # type: ignore[no-any-return]
 
     def unscale_those(self, wanted: Callable[[Optimizer], bool]) -> None:
         """Unscale the gradients of the optimizers that are ``wanted``, unless that was done."""
         for optimizer in self.optimizers:
-            if self.scaler is not None and wanted(optimizer):
+            if self.scaler is not None and wanted(optimizer) and not _has(self._used, optimizer):
                 self.unscale(optimizer)
 
     def take(self, scaler: LossScaler, optimizer: Optimizer, closure: Callable[..., Any] | None) -> bool:
         """Take the step or skip it; return whether it was taken. The scale is adapted as soon as no other optimizer has
         gradients that wait for a step, and otherwise before the next backward."""
-        if any(done is optimizer for done in self._stepped):
+        if _has(self._used, optimizer):  # a second step with the same gradients
             self.finish()
+            self._scale(scaler, optimizer)
+        else:
+            self._used.append(optimizer)
+        self.unscale(optimizer)
         self.step(optimizer, **({} if closure is None else {"closure": closure}))
         skipped = scaler.was_skipped(optimizer)
-        if not any(gradients(other) for other in self._waiting()):
+        if not any(gradients(other) for other in self.optimizers if not _has(self._used, other)):
             self.finish()
         return not skipped
 
     def finish(self, optimizers: Iterable[Optimizer] = ()) -> None:
-        for optimizer in self._waiting() if self._stepped else ():
-            if self.scaler is not None and self.scaler.is_unscaled(optimizer):
-                for grad in gradients(optimizer):  # unscaled for clipping, and more may be added to it
-                    grad.mul_(self.scaler.scale_on(grad.device))
-        super().finish((*self.optimizers, *optimizers))
+        if self.scaler is None or not self._stepped:
+            return
+        self._scale_clipped()
+        self._stepped = []
+        waiting = [other for other in self.optimizers if not _has(self._used, other)]
+        held = [grad for other in waiting for grad in gradients(other)]
+        before = {grad.device: self.scaler.scale_on(grad.device).clone() for grad in held}
+        self.scaler.update()
+        for grad in held:
+            grad.mul_(self.scaler.scale_on(grad.device) / before[grad.device])
 
-    def _waiting(self) -> list[Optimizer]:
-        return [other for other in self.optimizers if not any(done is other for done in self._stepped)]
+    def before_backward(self) -> None:
+        """Adapt the scale if that is due, and make all gradients scaled ones, since more may be added to them."""
+        self.finish()
+        if self.scaler is not None:
+            self._scale_clipped()
+            for optimizer in self._used:
+                self._scale(self.scaler, optimizer)
+            self.scaler.forget()
+        self._used.clear()
+
+    def end(self) -> None:
+        super().end()
+        self._used.clear()
+
+    def _scale_clipped(self) -> None:
+        for optimizer in self.optimizers:
+            if self.scaler is not None and self.scaler.is_unscaled(optimizer) and not _has(self._used, optimizer):
+                self._scale(self.scaler, optimizer)
+
+    @staticmethod
+    def _scale(scaler: LossScaler, optimizer: Optimizer) -> None:
+        for grad in gradients(optimizer):
+            grad.mul_(scaler.scale_on(grad.device))
+
+
+def _has(optimizers: list[Optimizer], optimizer: Optimizer) -> bool:
+    return any(known is optimizer for known in optimizers)
 
 
 class AmpOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
@@ -259,7 +298,7 @@ class AmpAccelerator(Accelerator):  # type: ignore[misc]
         return self.amp_updates.adopt(super().prepare_optimizer(optimizer, device_placement))
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        self.amp_updates.finish()
+        self.amp_updates.before_backward()
         super().backward(loss, **kwargs)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
