@@ -1,7 +1,7 @@
 """Accelerate: ``prepare(accelerator, model, optimizer, ...)`` in the place of ``accelerator.prepare(model, ...)``.
 
-The model stays the user's own object: its forward is replaced in place. The accelerator stays the user's own object too:
-its class becomes a subclass that knows about the loss scaler, since Accelerate unscales gradients only for its own fp16.
+The model stays the user's own object: its forward is replaced in place. So does the accelerator: its class becomes a
+subclass that knows about the loss scaler, since Accelerate unscales gradients only for its own fp16.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -51,9 +50,9 @@ def prepare(
 ) -> Any:
     """Prepare a model, an optimizer and more for training in mixed precision.
 
-    It calls ``accelerator.prepare`` and returns what that returns, in the same order. The forward of every model that is
-    given is replaced in place by its compiled form, so ``accelerator.unwrap_model(prepared)`` is your own model. It is
-    put back by ``accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)`` and by ``accelerator.free_memory()``.
+    It calls ``accelerator.prepare`` and returns what that returns, in the same order. The forward of every model that
+    is given is replaced in place by its compiled form, so ``accelerator.unwrap_model(prepared)`` is your own model. It
+    is put back by ``accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)`` and by ``accelerator.free_memory()``.
 
     In fp16, ``accelerator.scaler`` is a loss scaler: ``backward`` scales the loss, ``clip_grad_norm_`` and
     ``clip_grad_value_`` clip unscaled gradients, an optimizer skips a step whose gradients are not finite, schedulers
@@ -66,8 +65,8 @@ def prepare(
         rest: Whatever else ``accelerator.prepare`` takes: data loaders, schedulers, other models and optimizers.
         level: How much runs in low precision, as for ``amp_compile``.
         dtype: The low-precision dtype, by default fp16 on CUDA and bf16 elsewhere.
-        loss_scaler: ``"dynamic"``, a ``DynamicLossScaler`` or ``StaticLossScaler``, a number for a fixed scale, or None.
-            ``"dynamic"`` scales only in fp16. An accelerator has one scaler for all its models.
+        loss_scaler: ``"dynamic"``, a ``DynamicLossScaler`` or ``StaticLossScaler``, a number for a fixed scale, or
+            None. ``"dynamic"`` scales only in fp16. An accelerator has one scaler for all its models.
         device_placement: As for ``accelerator.prepare``.
         options: Other keyword arguments of ``amp_compile``: ``policy``, ``white_list``, ``black_list``, ``exclude``,
             ``backend`` and so on.
@@ -87,7 +86,7 @@ def prepare(
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> accelerator = Accelerator(cpu=True)
         >>> prepared, optimizer = prepare(accelerator, model, optimizer, level="O2", dtype=torch.float16)
-        >>> accelerator.backward(prepared(torch.ones(1, 4)).sum())
+        >>> accelerator.backward(prepared(torch.ones(1, 4)).mean())
         >>> norm = accelerator.clip_grad_norm_(prepared.parameters(), 1.0)
         >>> optimizer.step()
         >>> accelerator.optimizer_step_was_skipped, accelerator.unwrap_model(prepared) is model
@@ -133,7 +132,7 @@ def low_dtype(accelerator: Accelerator, dtype: Any, policy: Policy | None) -> to
     """Return the low-precision dtype that is asked for; raise if the accelerator cannot have one from us."""
     kind = str(accelerator.distributed_type.value)
     if kind in _UNSUPPORTED:
-        raise ParallelError(f"prepare does not support {kind}: {_UNSUPPORTED[kind]}.")
+        raise ParallelError(f"Accelerate with {kind} is not supported: {_UNSUPPORTED[kind]}.")
     if accelerator.mixed_precision != "no":
         asked = accelerator.mixed_precision
         dtype_of = {"fp16": "torch.float16", "bf16": "torch.bfloat16"}.get(asked, "torch.bfloat16")
@@ -161,7 +160,7 @@ def arm(accelerator: Accelerator, low: torch.dtype, loss_scaler: Any) -> AmpAcce
             "out, or make another Accelerator."
         )
     if not isinstance(accelerator, AmpAccelerator):
-        accelerator.__class__ = _armed_class(type(accelerator))
+        accelerator.__class__ = _armed_class(type(accelerator))  # type: ignore[arg-type,unused-ignore]
         accelerator.amp_updates, accelerator.amp_forwards = AcceleratedUpdates(), []
     accelerator.scaler = accelerator.amp_updates.scaler = scaler
     for optimizer in accelerator._optimizers:
@@ -293,6 +292,7 @@ class AmpAccelerator(Accelerator):  # type: ignore[misc]
 
     amp_updates: AcceleratedUpdates
     amp_forwards: list[InPlaceForward]
+    scaler: LossScaler | None
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         return self.amp_updates.adopt(super().prepare_optimizer(optimizer, device_placement))

@@ -1,7 +1,7 @@
 """The forward of a model, replaced in place by its compiled form, and put back.
 
-Accelerate and Transformers hand the model itself to callbacks, wrap it in DDP, save it and call its other methods. So it
-stays the same object, and only its attribute ``forward`` changes.
+Accelerate and Transformers hand the model itself to callbacks, wrap it in DDP, save it and call its other methods. So
+it stays the same object, and only its attribute ``forward`` changes.
 """
 
 from __future__ import annotations

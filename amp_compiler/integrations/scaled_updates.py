@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -68,8 +67,8 @@ class ScaledUpdates:
         if not gradients(optimizer):
             return
         self.scaler.step(optimizer, **kwargs)
-        self._flag = self.scaler.overflow_flag(optimizer)
-        self._skipped = self._skipped + self._flag
+        if (flag := self.scaler.overflow_flag(optimizer)) is not None:
+            self._flag, self._skipped = flag, self._skipped + flag
         self._stepped.append(optimizer)
 
     def finish(self, optimizers: Iterable[Optimizer] = ()) -> None:
