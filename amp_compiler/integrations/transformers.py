@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from ..common.errors import ArgumentError
@@ -48,8 +47,7 @@ class AmpMixin(_Trainer):
         self._amp_depth = 0
         super().__init__(*args, **kwargs)
         self.add_callback(_LowerModel(self))
-        if self.model_init is None:
-            self._amp_for(self.model)  # an argument that isn't valid shows here, and not when training begins
+        self._amp_for(self.model)  # an argument that isn't valid shows here, and not when training begins
 
     # ------------------------------------------------------------------------------------------ what Trainer calls
 
@@ -106,7 +104,7 @@ class AmpMixin(_Trainer):
         report: Report = self.amp_module.report()
         return report
 
-    def _amp_for(self, model: nn.Module) -> InPlaceForward:
+    def _amp_for(self, model: Any) -> InPlaceForward:
         forward = self._amp_forward
         if (present := installed(model)) is not None and present is not forward:
             return present  # of ``prepare``, or of another trainer that runs now

@@ -214,7 +214,7 @@ def test_a_checkpoint_of_one_dtype_is_resumed_in_the_other(tmp_path: Path) -> No
 
 
 def test_a_model_that_another_trainer_trains_now(tmp_path: Path) -> None:
-    """A callback evaluates the model by a trainer of its own, and unwraps it wholly: training goes on in low precision."""
+    """A callback evaluates the model by a trainer of its own, and unwraps it wholly: training stays low."""
     model = Weighted()
     data = [{"x": torch.ones(4), "labels": torch.tensor(1.0)}] * 3
     lowered: list[bool] = []
