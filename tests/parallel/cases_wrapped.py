@@ -118,6 +118,7 @@ def shard(model: nn.Module, **options: Any) -> nn.Module:
     return model
 
 
+PARAM_DTYPE = torch.bfloat16  # of the MixedPrecisionPolicy in "FSDP2 with a policy"
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "DDP": DistributedDataParallel,
     "FSDP2": shard,
@@ -125,7 +126,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "FSDP2 that keeps parameters": functools.partial(shard, reshard_after_forward=False),
     "FSDP2 that frees parameters": functools.partial(shard, reshard_after_forward=True),
     "FSDP2 with a policy": functools.partial(
-        shard, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        shard, mp_policy=MixedPrecisionPolicy(param_dtype=PARAM_DTYPE, reduce_dtype=torch.float32)
     ),
     "FSDP2 offloaded": functools.partial(shard, offload_policy=CPUOffloadPolicy(pin_memory=False)),
 }
@@ -159,17 +160,22 @@ def named_gradients(model: nn.Module) -> dict[str, Tensor]:
     return {n.removeprefix("module."): whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
 
 
-def averaged(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+def averaged(gradients: dict[str, Tensor], wrapper: str) -> dict[str, Tensor]:
+    """The mean over the processes. With a ``param_dtype`` each gradient is rounded before: FSDP2 gives the model low
+    parameters, and autograd gives a tensor a gradient of its own dtype."""
+    if "with a policy" in wrapper:
+        gradients = {name: gradient.to(PARAM_DTYPE).float() for name, gradient in gradients.items()}
     means = {name: gradient / dist.get_world_size() for name, gradient in gradients.items()}
     for mean in means.values():
         dist.all_reduce(mean)
     return means
 
 
-def unequal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
+def unequal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
+    """The gradients that differ, and by how much of their largest element."""
     assert found.keys() == wanted.keys()
-    return [f"{name}: {(found[name] - g).abs().max():.3g} of {g.abs().max():.3g}" for name, g in wanted.items()
-            if not torch.equal(found[name], g)]  # fmt: skip
+    return {name: float((found[name] - gradient).abs().max() / gradient.abs().max())
+            for name, gradient in wanted.items() if not torch.equal(found[name], gradient)}  # fmt: skip
 
 
 def messages(seen: list[warnings.WarningMessage]) -> list[str]:
@@ -195,8 +201,8 @@ def forward(name: str, wrapper: str, **options: Any) -> dict[str, Any]:
         report = compiled.report()
     return {
         "precision": [report.by_precision, alone.report().by_precision], "differing": differing(report, alone.report()),
-        "unequal": unequal(named_gradients(model), averaged(named_gradients(alone))), "warnings": messages(seen),
-        "not captured": list(report.not_captured), "dtype": str(output.dtype),
+        "unequal": unequal(named_gradients(model), averaged(named_gradients(alone), wrapper)),
+        "warnings": messages(seen), "not captured": list(report.not_captured), "dtype": str(output.dtype),
         "sharded": all(isinstance(p, DTensor) for p in model.parameters()) or not isinstance(model, FSDPModule),
     }  # fmt: skip
 
@@ -216,7 +222,7 @@ def step(name: str, wrapper: str, accumulate: int = 1, **options: Any) -> dict[s
         warnings.simplefilter("always")
         for number in range(accumulate):
             mine, ours = alone(*batch(name, number)), together(*batch(name, number))
-    found, wanted = named_gradients(wrapped), averaged(named_gradients(plain))
+    found, wanted = named_gradients(wrapped), averaged(named_gradients(plain), wrapper)
     again = together(*batch(name, 7))
     return {
         "precision": [together.report().by_precision, alone.report().by_precision],

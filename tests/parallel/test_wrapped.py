@@ -28,6 +28,14 @@ def found(name: str) -> list[Any]:
 @pytest.mark.parametrize("name", cases("forward", "step", "tensor"))
 def test_precision_is_that_of_the_model_alone(name: str) -> None:
     for rank in found(name):
+        if "BERT" in name and "with a policy" in name:
+            # A lookup moves values of a weight that is gathered low: fp32 would be a wide copy of the whole table.
+            assert sorted(rank["differing"]) == sorted(
+                f"only {where}: embedding in bert.embeddings.{which}_embeddings: {precision}"
+                for which in ("word", "position", "token_type")
+                for where, precision in (("wrapped", "bfloat16"), ("plain", "float32"))
+            )
+            continue
         wrapped, alone = rank["precision"]
         assert wrapped == alone
         assert rank["differing"] == []
@@ -46,8 +54,13 @@ def test_gradients_are_the_mean_of_single_processes(name: str) -> None:
         if "residual" in name:
             # A value that is read inside and outside of a unit: its three gradients are added in another order.
             assert 0 < rank["off"] < 2**-6
+        elif "BERT" in name and "with a policy" in name:
+            # Torch adds up the gradient of a low table in its dtype: one rounding for each of the 30 words of a batch.
+            tables = ("bert.embeddings.word_embeddings.weight", "bert.embeddings.token_type_embeddings.weight")
+            assert set(rank["unequal"]) <= set(tables)
+            assert all(off < 30 * 2**-9 for off in rank["unequal"].values())
         else:
-            assert rank["unequal"] == []
+            assert rank["unequal"] == {}
 
 
 @pytest.mark.parametrize("name", cases("forward"))
