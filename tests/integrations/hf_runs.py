@@ -11,6 +11,8 @@ from accelerate.state import AcceleratorState, GradientState
 from integrations.trainer_loops import Curve, make_batches, make_model, own_loop
 
 RATE, DECAY, CLIP, ACCUMULATE = 1e-2, 0.95, 1.0, 2
+#: the runs that are compared with our own loop: dtype, micro-batches; two of these make an update
+RUNS = [(torch.bfloat16, 50), (torch.float16, 100)]
 
 
 def reset() -> None:
@@ -27,8 +29,8 @@ def fresh_state() -> Iterator[None]:
 
 
 @functools.cache
-def own_curve(dtype: torch.dtype, batches: int = 100) -> Curve:
-    """50 updates of our own loop with AdamW, accumulation, clipping and a scheduler."""
+def own_curve(dtype: torch.dtype, batches: int) -> Curve:
+    """Our own loop with AdamW, accumulation, clipping and a scheduler."""
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), RATE)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, DECAY)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.hf_runs import ACCUMULATE, CLIP, DECAY, RATE, fresh_state, own_curve, same_weights
+from integrations.hf_runs import ACCUMULATE, CLIP, DECAY, RATE, RUNS, fresh_state, own_curve, same_weights
 from integrations.trainer_loops import make_batches, make_model
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
@@ -30,8 +30,8 @@ def dataset(batches: int) -> list[dict[str, Tensor]]:
     return [{"tokens": x, "labels": y} for xs, ys in make_batches(batches) for x, y in zip(xs, ys, strict=True)]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_it_equals_our_own_loop(dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "batches"), RUNS)
+def test_it_equals_our_own_loop(dtype: torch.dtype, batches: int, tmp_path: Path) -> None:
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), RATE)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, DECAY)
@@ -45,13 +45,13 @@ def test_it_equals_our_own_loop(dtype: torch.dtype, tmp_path: Path) -> None:
     trainer = AmpTrainer(
         model,
         arguments(tmp_path, gradient_accumulation_steps=ACCUMULATE, max_grad_norm=CLIP),
-        train_dataset=dataset(100),
+        train_dataset=dataset(batches),
         compute_loss_func=loss_of,
         optimizers=(optimizer, scheduler),
         amp_dtype=dtype,
     )
     trainer.train()
-    own = own_curve(dtype)
+    own = own_curve(dtype, batches)
     assert losses == own.losses
     assert optimizer.param_groups[0]["lr"] == own.rates[-1]
     assert same_weights(own, model)
