@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -96,19 +97,23 @@ def prepare(
     """
     low = low_dtype(accelerator, dtype, options.get("policy"))
     objects = (model,) if optimizer is None and not rest else (model, optimizer, *rest)
-    armed = arm(accelerator, low, loss_scaler)
-    done: list[InPlaceForward] = []
+    scaler = accelerator.scaler
+    replaced: list[tuple[InPlaceForward | None, InPlaceForward]] = []
     try:
         for given in objects:
             if isinstance(given, nn.Module):
-                own = accelerator.unwrap_model(given, keep_torch_compile=False)
-                done += _lower(own, {"level": level, "dtype": low, **options})
+                replaced += _lower(_own(given), {"level": level, "dtype": low, **options})
+        armed = arm(accelerator, low, loss_scaler)
         result = accelerator.prepare(*objects, device_placement=device_placement)
     except BaseException:
-        for forward in done:
-            forward.remove()
+        for before, now in replaced:
+            now.remove()
+            if before is not None:
+                before.install()
+        if isinstance(accelerator, AmpAccelerator):
+            accelerator.scaler = accelerator.amp_updates.scaler = scaler
         raise
-    armed.amp_forwards += done
+    armed.amp_forwards += [now for _, now in replaced]
     return result
 
 
@@ -118,7 +123,7 @@ def amp_module(prepared: nn.Module) -> AmpModule:
     Args:
         prepared: What ``prepare`` returned, or your own model.
     """
-    own = Accelerator.unwrap_model(None, prepared, keep_torch_compile=False)
+    own = _own(prepared)
     forward = installed(own)
     if forward is None:
         raise ArgumentError(
@@ -126,6 +131,11 @@ def amp_module(prepared: nn.Module) -> AmpModule:
             "forward was put back since."
         )
     return forward.compiled
+
+
+def _own(prepared: nn.Module) -> Any:
+    """Return the user's own model without the wrappers of DDP and torch.compile."""
+    return extract_model_from_parallel(prepared, keep_torch_compile=False)
 
 
 def low_dtype(accelerator: Accelerator, dtype: Any, policy: Policy | None) -> torch.dtype:
@@ -151,7 +161,7 @@ def arm(accelerator: Accelerator, low: torch.dtype, loss_scaler: Any) -> AmpAcce
     """Make ``accelerator`` scale losses, and unscale what its optimizers use."""
     wanted = loss_scaler if loss_scaler != "dynamic" or low is torch.float16 else None
     present = accelerator.scaler
-    if present is not None and not isinstance(wanted, (LossScaler, float, int)):
+    if present is not None and (wanted is None or wanted == "dynamic"):
         wanted = present  # of an earlier prepare
     scaler = make_scaler(wanted)
     if present is not None and scaler is not present:
@@ -173,21 +183,22 @@ def _armed_class(cls: type[Accelerator]) -> type:
     return type(cls.__name__, (AmpAccelerator, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
-def _lower(model: nn.Module, options: dict[str, Any]) -> Iterator[InPlaceForward]:
-    """Replace the forward of a model in place. One that has been replaced gets the newest options."""
+def _lower(model: nn.Module, options: dict[str, Any]) -> Iterator[tuple[InPlaceForward | None, InPlaceForward]]:
+    """Replace the forward of a model in place; yield what stood there before and what stands there now. One that has
+    been replaced gets the newest options."""
     before = installed(model)
     if before is not None:
         if before.options == options:
             return
         before.remove()
     try:
-        forward = InPlaceForward(model, **options)
+        now = InPlaceForward(model, **options)
     except BaseException:
         if before is not None:
             before.install()
         raise
-    forward.install()
-    yield forward
+    now.install()
+    yield before, now
 
 
 class AcceleratedUpdates(ScaledUpdates):

@@ -296,11 +296,14 @@ def test_nothing_changes_if_prepare_fails(monkeypatch: pytest.MonkeyPatch) -> No
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("out of memory")
 
+    prepare(accelerator, other, dtype=torch.bfloat16)
+    compiled = amp_module(other)
     monkeypatch.setattr(Accelerator, "prepare", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
-        prepare(accelerator, model)
+        prepare(accelerator, model, None, other, dtype=torch.float16)
     assert "forward" not in vars(model)
-    assert "forward" not in vars(other)
+    assert amp_module(other) is compiled
+    assert accelerator.scaler is None
 
 
 def test_the_newest_options_count_and_equal_ones_keep_the_graphs() -> None:
