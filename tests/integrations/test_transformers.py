@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import doctest
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from amp_compiler import ArgumentError, DynamicLossScaler, PolicyError, amp_compile
+from amp_compiler.integrations import accelerate, transformers
 from amp_compiler.integrations.transformers import AmpTrainer
 
 __all__ = ["fresh_state"]
@@ -233,3 +236,14 @@ def test_a_model_that_another_trainer_trains_now(tmp_path: Path) -> None:
     trainer.train()
     assert lowered == [True] * 6
     assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize("module", [accelerate, transformers], ids=["accelerate", "transformers"])
+def test_the_examples_of_the_docstrings_run(module: ModuleType) -> None:
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    examples = [test for test in doctest.DocTestFinder().find(module) if test.examples]
+    assert examples
+    for test in examples:
+        told: list[str] = []
+        failed = runner.run(test, out=told.append, clear_globs=False).failed  # Dynamo keeps names in the globals
+        assert failed == 0, "".join(told)
