@@ -234,7 +234,7 @@ class AcceleratedUpdates(ScaledUpdates):
         gradients that wait for a step, and otherwise before the next backward."""
         if _has(self._used, optimizer):  # a second step with the same gradients
             self.finish()
-            self._scale(scaler, optimizer)
+            self._scale(optimizer)
         else:
             self._used.append(optimizer)
         self.unscale(optimizer)
@@ -250,19 +250,19 @@ class AcceleratedUpdates(ScaledUpdates):
         self._scale_clipped()
         self._stepped = []
         waiting = [other for other in self.optimizers if not _has(self._used, other)]
-        held = [grad for other in waiting for grad in gradients(other)]
-        before = {grad.device: self.scaler.scale_on(grad.device).clone() for grad in held}
+        held = {id(grad): grad for other in waiting for grad in gradients(other)}
+        before = {grad.device: self.scaler.scale_on(grad.device).clone() for grad in held.values()}
         self.scaler.update()
-        for grad in held:
+        for grad in held.values():
             grad.mul_(self.scaler.scale_on(grad.device) / before[grad.device])
 
-    def before_backward(self) -> None:
+    def begin_backward(self, optimizers: Iterable[Optimizer] = ()) -> None:
         """Adapt the scale if that is due, and make all gradients scaled ones, since more may be added to them."""
         self.finish()
         if self.scaler is not None:
             self._scale_clipped()
             for optimizer in self._used:
-                self._scale(self.scaler, optimizer)
+                self._scale(optimizer)
             self.scaler.forget()
         self._used.clear()
 
@@ -273,12 +273,7 @@ class AcceleratedUpdates(ScaledUpdates):
     def _scale_clipped(self) -> None:
         for optimizer in self.optimizers:
             if self.scaler is not None and self.scaler.is_unscaled(optimizer) and not _has(self._used, optimizer):
-                self._scale(self.scaler, optimizer)
-
-    @staticmethod
-    def _scale(scaler: LossScaler, optimizer: Optimizer) -> None:
-        for grad in gradients(optimizer):
-            grad.mul_(scaler.scale_on(grad.device))
+                self._scale(optimizer)
 
 
 def _has(optimizers: list[Optimizer], optimizer: Optimizer) -> bool:
@@ -309,7 +304,7 @@ class AmpAccelerator(Accelerator):  # type: ignore[misc]
         return self.amp_updates.adopt(super().prepare_optimizer(optimizer, device_placement))
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        self.amp_updates.before_backward()
+        self.amp_updates.begin_backward()
         super().backward(loss, **kwargs)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:

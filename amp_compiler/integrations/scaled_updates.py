@@ -66,6 +66,9 @@ class ScaledUpdates:
         self._flag = None
         if not gradients(optimizer):
             return
+        if any(other is optimizer for other in self._stepped):  # a second step with the same gradients
+            self.finish()
+            self._scale(optimizer)
         self.scaler.step(optimizer, **kwargs)
         if (flag := self.scaler.overflow_flag(optimizer)) is not None:
             self._flag, self._skipped = flag, self._skipped + flag
@@ -78,11 +81,32 @@ class ScaledUpdates:
         assert self.scaler is not None
         done, self._stepped = {id(optimizer) for optimizer in self._stepped}, []
         others = {id(o): o for o in (*optimizers, *self._known) if id(o) not in done}
-        held = {id(g): g for optimizer in others.values() for g in gradients(optimizer)}
+        for other in others.values():
+            if self.scaler.is_unscaled(other):
+                self._scale(other)
+        held = {id(g): g for other in others.values() for g in gradients(other)}
         before = {g.device: self.scaler.scale_on(g.device).clone() for g in held.values()}
         self.scaler.update()
         for grad in held.values():
             grad.mul_(self.scaler.scale_on(grad.device) / before[grad.device])
+
+    def begin_backward(self, optimizers: Iterable[Optimizer] = ()) -> None:
+        """Adapt the scale if that is due. Gradients that were unscaled and not set to zero since are scaled again, as a
+        backward may add to them."""
+        if self.scaler is None:
+            return
+        self._known.update(optimizers)
+        stepped = {id(optimizer): optimizer for optimizer in self._stepped}
+        self.finish()
+        unscaled = [optimizer for optimizer in self._known if self.scaler.is_unscaled(optimizer)]
+        for optimizer in (*stepped.values(), *unscaled):
+            self._scale(optimizer)
+        if unscaled:
+            self.scaler.forget()
+
+    def _scale(self, optimizer: Optimizer) -> None:
+        for grad in gradients(optimizer):
+            grad.mul_(self.scaler.scale_on(grad.device))  # type: ignore[union-attr]
 
     def end(self) -> None:
         """Bring an iteration to its end, also one that was broken off."""
