@@ -25,7 +25,9 @@ from ..runtime.options import Options
 from ..runtime.work import Work
 from .arguments import check_optimizer
 from .checkpoint import Run, collect, restore
+from .failures import has_own_gradients
 from .loss_watch import LossWatch
+from .masters import LowWeights
 from .overflow import Overflow
 from .owner import Owner
 from .rerun import explain_last_update
@@ -72,12 +74,16 @@ class TrainStep:
         max_grad_norm: float | None,
         return_output: bool = False,
         engine: Engine | None = None,
+        master_weights: bool | str = True,
     ) -> None:
         self.model, self.loss_fn = model, loss_fn
         self.scaler, self.accumulate_steps, self.max_grad_norm = scaler, accumulate_steps, max_grad_norm
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._window = Window(accumulate_steps, self._device)
         self._owner, self._engine = Owner(model, loss_fn, optimizer), engine or Engine()
+        self._weights = LowWeights(master_weights)
+        self._weights.attach(optimizer)
+        self._window.wide = master_weights is not False and not has_own_gradients(self._owner)
         self._running = Running(self._owner, options, self._window, self._engine, return_output)
         self._loss = torch.full((), float("nan"), device=self._device)  # of the last batch
         self._loss_finite = self._loss.isfinite()
@@ -94,6 +100,8 @@ class TrainStep:
     @optimizer.setter
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         check_optimizer(optimizer, self.model)
+        self._weights.hand_over(self._owner.optimizer, optimizer)
+        self._weights.attach(optimizer)
         self._owner.optimizer = optimizer
 
     # ------------------------------------------------------------------------------------------- calling
@@ -150,6 +158,7 @@ class TrainStep:
         left = {name: p for name, p in self._owner.named_trained().items() if name not in done}
         if done and all(p.grad is None for p in left.values()):
             return
+        self._window.widen(left.values())
         self._engine.reduce_(left)
         with torch.no_grad():
             self._window.see_reduced(all_finite(self._gradients()), self._owner.state())
@@ -165,14 +174,17 @@ class TrainStep:
             with torch.no_grad():
                 multiply_(self._gradients(), torch.clamp(self.max_grad_norm / (result.grad_norm + 1e-6), max=1.0))
         if window.found is None:
-            self.optimizer.step()
+            with self._weights.updating(self.optimizer):
+                self.optimizer.step()
             self._loss_watch.end(norm.isfinite(), host_has_waited=False)
         else:
-            _, taken = apply_update(self.optimizer, window.found)
+            with self._weights.updating(self.optimizer):
+                _, taken = apply_update(self.optimizer, window.found)
             assert self.scaler is not None
             self.scaler.adapt(window.found.view(()))
             self._loss_watch.end(result.updated, host_has_waited=taken is not None)
             warn_if_stuck(self.scaler, self._explain, waited=taken is False)
+        window.narrow(self._owner.parameters())
         return result
 
     def _result(self, loss: Tensor, norm: Tensor, *, updated: bool) -> StepResult:
@@ -300,7 +312,7 @@ class TrainStep:
         restore(self._run_state(), state)
 
     def _run_state(self) -> Run:
-        return Run(self._owner, self.scaler, self._window, self._device, self.policy, self._engine.part)
+        return Run(self._owner, self.scaler, self._window, self._device, self.policy, self._weights, self._engine.part)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainStep:
         """Return an independent step with copies of model, optimizer and scaler, captured again at its first call."""
@@ -310,7 +322,8 @@ class TrainStep:
         own = (self.accumulate_steps, self.max_grad_norm, self._running.return_output)
         owner = Owner(model, loss_fn, optimizer)
         engine = self._engine.copied(owner.named_parameters(), list(owner.modules()), optimizer)
-        twin = TrainStep(model, loss_fn, optimizer, self._running.options, scaler, *own, engine)
+        twin = TrainStep(model, loss_fn, optimizer, self._running.options, scaler, *own, engine, self._weights.method)
+        twin._weights.load_state_dict(self._weights.state_dict())
         memo[id(self)] = twin
         window = self._window
         for name in ("number", "done", "scale", "found", "saved"):
