@@ -20,7 +20,7 @@ from ..policy.ops.names import OpLike
 from ..runtime.arguments import check_request
 from ..runtime.methods import STEPS
 from ..runtime.regions import suspended
-from ..training.arguments import make_scaler, warn_of_low_parameters
+from ..training.arguments import make_scaler, tell_of_low_parameters
 from ..training.scaler_base import LossScaler
 from ..training.update import gradients
 from .lightning_steps import ModuleSteps
@@ -196,7 +196,7 @@ class AmpPrecision(_plugin_class()):  # type: ignore[misc]
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
         """Check what is going to be trained."""
         if optimizers:
-            warn_of_low_parameters(model)
+            tell_of_low_parameters(model, False)
         for optimizer in optimizers if self.scaler is not None else ():
             self._updates.check(optimizer)
         return super().connect(model, optimizers, lr_schedulers)
