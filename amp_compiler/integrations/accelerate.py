@@ -6,6 +6,7 @@ subclass that knows about the loss scaler, since Accelerate unscales gradients o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import warnings
@@ -23,7 +24,7 @@ from ..common.errors import AmpWarning, ArgumentError, ParallelError
 from ..common.messages import users_frame
 from ..module import AmpModule
 from ..policy import Policy, check_low_dtype, default_dtype
-from ..training.arguments import make_scaler
+from ..training.arguments import check_method, make_scaler, tell_of_low_parameters
 from ..training.scaler_base import LossScaler
 from ..training.update import gradients
 from .inplace import InPlaceForward, installed
@@ -46,6 +47,7 @@ def prepare(
     level: str = "O2",
     dtype: torch.dtype | str | None = None,
     loss_scaler: str | float | LossScaler | None = "dynamic",
+    master_weights: bool | str = True,
     device_placement: list[bool] | None = None,
     **options: Any,
 ) -> Any:
@@ -68,6 +70,7 @@ def prepare(
         dtype: The low-precision dtype, by default fp16 on CUDA and bf16 elsewhere.
         loss_scaler: ``"dynamic"``, a ``DynamicLossScaler`` or ``StaticLossScaler``, a number for a fixed scale, or
             None. ``"dynamic"`` scales only in fp16. An accelerator has one scaler for all its models.
+        master_weights: How parameters that are stored in fp16 or bf16 are updated, as for ``compile_train_step``.
         device_placement: As for ``accelerator.prepare``.
         options: Other keyword arguments of ``amp_compile``: ``policy``, ``white_list``, ``black_list``, ``exclude``,
             ``backend`` and so on.
@@ -103,7 +106,9 @@ def prepare(
         for given in objects:
             if isinstance(given, nn.Module):
                 replaced += _lower(_own(given), {"level": level, "dtype": low, **options})
-        armed = arm(accelerator, low, loss_scaler)
+        armed = arm(accelerator, low, loss_scaler, master_weights)
+        for _, now in replaced if optimizer is not None else ():
+            tell_of_low_parameters(now.module, armed.amp_updates.weights.method)
         result = accelerator.prepare(*objects, device_placement=device_placement)
     except BaseException:
         for before, now in replaced:
@@ -157,8 +162,9 @@ def low_dtype(accelerator: Accelerator, dtype: Any, policy: Policy | None) -> to
     return given if given is not None else default_dtype(accelerator.device.type)
 
 
-def arm(accelerator: Accelerator, low: torch.dtype, loss_scaler: Any) -> AmpAccelerator:
-    """Make ``accelerator`` scale losses, and unscale what its optimizers use."""
+def arm(accelerator: Accelerator, low: torch.dtype, loss_scaler: Any, master_weights: bool | str) -> AmpAccelerator:
+    """Make ``accelerator`` scale losses, and its optimizers use unscaled gradients and update in fp32."""
+    check_method(master_weights)
     wanted = loss_scaler if loss_scaler != "dynamic" or low is torch.float16 else None
     present = accelerator.scaler
     if present is not None and (wanted is None or wanted == "dynamic"):
@@ -171,7 +177,14 @@ def arm(accelerator: Accelerator, low: torch.dtype, loss_scaler: Any) -> AmpAcce
         )
     if not isinstance(accelerator, AmpAccelerator):
         accelerator.__class__ = _armed_class(type(accelerator))  # type: ignore[arg-type,unused-ignore]
-        accelerator.amp_updates, accelerator.amp_forwards = AcceleratedUpdates(), []
+        accelerator.amp_updates, accelerator.amp_forwards = AcceleratedUpdates(None, master_weights), []
+        if master_weights == "stochastic":
+            accelerator.register_for_checkpointing(accelerator.amp_updates.weights)
+    elif accelerator.amp_updates.weights.method != master_weights:
+        raise ArgumentError(
+            f"This accelerator updates low-precision parameters by master_weights="
+            f"{accelerator.amp_updates.weights.method!r}: pass the same, or make another Accelerator."
+        )
     accelerator.scaler = accelerator.amp_updates.scaler = scaler
     for optimizer in accelerator._optimizers:
         accelerator.amp_updates.adopt(optimizer)
@@ -208,8 +221,8 @@ class AcceleratedUpdates(ScaledUpdates):
     loss scaling: those that were unscaled are scaled again before a backward adds to them.
     """
 
-    def __init__(self, scaler: LossScaler | None = None) -> None:
-        super().__init__(scaler)
+    def __init__(self, scaler: LossScaler | None = None, master_weights: bool | str = True) -> None:
+        super().__init__(scaler, master_weights)
         self.optimizers: list[Optimizer] = []
         self._used: list[Optimizer] = []  # those that have stepped since the last backward
 
@@ -219,6 +232,7 @@ class AcceleratedUpdates(ScaledUpdates):
             self.check(prepared.optimizer)
         prepared.__class__ = AmpOptimizer
         prepared.amp_updates = self
+        self.weights.attach(prepared.optimizer)
         if not _has(self.optimizers, prepared.optimizer):
             self.optimizers.append(prepared.optimizer)
         return prepared  # type: ignore[no-any-return]
@@ -288,7 +302,10 @@ class AmpOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     def step(self, closure: Callable[..., Any] | None = None) -> None:
         scaler = self.amp_updates.scaler
         if scaler is None:
-            super().step(closure)
+            updates = self.gradient_state.sync_gradients  # else Accelerate does not step
+            weights = self.amp_updates.weights
+            with weights.updating(self.optimizer) if updates else contextlib.nullcontext():
+                super().step(closure)
         elif self.gradient_state.sync_gradients:
             self._is_overflow = not self.amp_updates.take(scaler, self.optimizer, closure)
 

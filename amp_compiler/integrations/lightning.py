@@ -67,6 +67,7 @@ class AmpPrecision(_plugin_class()):  # type: ignore[misc]
         disable_passes: As for ``amp_compile``.
         loss_scaler: ``"dynamic"`` scales the loss in fp16 and not in bf16. A ``DynamicLossScaler``, a
             ``StaticLossScaler`` or a number for a fixed scale is used in both; None never scales.
+        master_weights: How parameters that are stored in fp16 or bf16 are updated, as for ``compile_train_step``.
         log: Give ``loss_scale``, ``skipped_steps`` and ``grad_norm`` to the trainer's loggers.
 
     Raises:
@@ -105,6 +106,7 @@ class AmpPrecision(_plugin_class()):  # type: ignore[misc]
         dynamic: bool | None = None,
         disable_passes: Iterable[str] = (),
         loss_scaler: str | float | LossScaler | None = "dynamic",
+        master_weights: bool | str = True,
         log: bool = True,
     ) -> None:
         white_list, black_list, exclude = list(white_list), list(black_list), _listed(exclude)
@@ -116,7 +118,7 @@ class AmpPrecision(_plugin_class()):  # type: ignore[misc]
         self._low = asked.policy.dtype or asked.dtype
         self._only_fp16 = loss_scaler == "dynamic"
         scaler = None if "scale_loss" in disable_passes else make_scaler(loss_scaler)
-        self._updates = ScaledUpdates(scaler)
+        self._updates = ScaledUpdates(scaler, master_weights)
         self._log = log
         self._options = dict(
             level=level, dtype=dtype, policy=policy, white_list=white_list, black_list=black_list, exclude=exclude,
@@ -190,13 +192,17 @@ class AmpPrecision(_plugin_class()):  # type: ignore[misc]
         else:
             if steps not in self._modules:
                 self._modules.append(steps)
+                if module.training:
+                    tell_of_low_parameters(module, self._updates.weights.method)
             steps.install()
         return module
 
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
         """Check what is going to be trained."""
         if optimizers:
-            tell_of_low_parameters(model, False)
+            tell_of_low_parameters(model, self._updates.weights.method)
+        for optimizer in optimizers:
+            self._updates.weights.attach(optimizer)
         for optimizer in optimizers if self.scaler is not None else ():
             self._updates.check(optimizer)
         return super().connect(model, optimizers, lr_schedulers)
@@ -261,6 +267,8 @@ class AmpPrecision(_plugin_class()):  # type: ignore[misc]
         self, optimizer: Any, model: Any = None, closure: Callable[[], Any] | None = None, **kwargs: Any
     ) -> Any:
         """Take the optimizer's step, or skip it if a gradient is not finite."""
+        if model is None:  # Fabric tells of its optimizers only here
+            self._updates.weights.attach(_unwrapped(optimizer))
         with suspended():
             if self.scaler is None:
                 result = self._plain_step(optimizer, model, closure, **kwargs)
@@ -271,6 +279,17 @@ class AmpPrecision(_plugin_class()):  # type: ignore[misc]
             return result
 
     def _plain_step(self, optimizer: Any, model: Any, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
+        if closure is not None and self._updates.weights.takes(optimizer):  # gradients are there before the step begins
+            result = closure()
+            if model is not None:
+                self._after_closure(model, optimizer)
+            with self._updates.weights.updating(optimizer):
+                optimizer.step(**kwargs)
+            return result
+        with self._updates.weights.updating(optimizer):
+            return self._own_step(optimizer, model, closure, **kwargs)
+
+    def _own_step(self, optimizer: Any, model: Any, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
         if model is not None:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         return optimizer.step(**kwargs) if closure is None else optimizer.step(closure=closure, **kwargs)
@@ -328,19 +347,22 @@ class AmpPrecision(_plugin_class()):  # type: ignore[misc]
     # ------------------------------------------------------------------------------------------ checkpoints and logs
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the loss scaler and the number of skipped steps; empty if the loss is not scaled."""
-        scaler = self.scaler
+        """Return the state of the loss scaler, the number of skipped steps, and the state of the random generator of
+        ``master_weights="stochastic"``; empty if there is none of these."""
+        scaler, rounding = self.scaler, self._updates.weights.state_dict()
+        kept: dict[str, Any] = {"rounding": rounding} if rounding else {}
         if scaler is None:
-            return {}
+            return kept
         self._updates.finish()
-        return {**scaler.state_dict(), "skipped_steps": int(self._updates.skipped)}
+        return {**scaler.state_dict(), "skipped_steps": int(self._updates.skipped), **kept}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned, or the state of a ``torch.amp.GradScaler``."""
-        scaler = self.scaler
-        if scaler is None or not state_dict:
+        scaler, state = self.scaler, dict(state_dict)
+        if rounding := state.pop("rounding", None):
+            self._updates.weights.load_state_dict(rounding)
+        if scaler is None or not state:
             return
-        state = dict(state_dict)
         skipped = int(state.pop("skipped_steps", 0))
         self._updates.end()
         scaler.load_state_dict(state)

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..common.errors import ArgumentError
+from ..training.arguments import check_method
+from ..training.masters import LowWeights
 from ..training.scaler_base import LossScaler
 from ..training.update import gradients
 
@@ -22,8 +24,10 @@ class ScaledUpdates:
     scale changes before the next backward, and gradients held by an optimizer that has not stepped change with it.
     """
 
-    def __init__(self, scaler: LossScaler | None) -> None:
+    def __init__(self, scaler: LossScaler | None, master_weights: bool | str = True) -> None:
+        check_method(master_weights)
         self.scaler = scaler
+        self.weights = LowWeights(master_weights)
         self._stepped: list[Optimizer] = []  # since the last update
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._flag: Tensor | None = None  # of the last step: 1.0 if it was skipped
@@ -69,7 +73,8 @@ class ScaledUpdates:
         if any(other is optimizer for other in self._stepped):  # a second step with the same gradients
             self.finish()
             self._scale(optimizer)
-        self.scaler.step(optimizer, **kwargs)
+        with self.weights.updating(optimizer):
+            self.scaler.step(optimizer, **kwargs)
         if (flag := self.scaler.overflow_flag(optimizer)) is not None:
             self._flag, self._skipped = flag, self._skipped + flag
         self._stepped.append(optimizer)
@@ -115,8 +120,10 @@ class ScaledUpdates:
             self.scaler.forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"scaler": self.scaler, "_skipped": self.skipped}
+        rounding = self.weights.state_dict()
+        return {"scaler": self.scaler, "_skipped": self.skipped, "method": self.weights.method, "rounding": rounding}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["scaler"])  # type: ignore[misc]
+        self.__init__(state["scaler"], state["method"])  # type: ignore[misc]
         self._skipped = state["_skipped"]
+        self.weights.load_state_dict(state["rounding"])

@@ -7,6 +7,7 @@ user's own: its forward is replaced while ``train``, ``evaluate`` or ``predict``
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +17,12 @@ from transformers import Trainer, TrainerCallback
 from ..common.errors import ArgumentError
 from ..inspect.report import Report
 from ..module import AmpModule
+from ..training.arguments import tell_of_low_parameters
 from ..training.scaler_base import LossScaler
 from .accelerate import arm, low_dtype
 from .inplace import InPlaceForward, installed
+
+_ROUNDING_FILE = "amp_rounding.pt"  # in a checkpoint: the random generator of amp_master_weights="stochastic"
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer  # what the mixin is mixed into
@@ -38,11 +42,12 @@ class AmpMixin(_Trainer):
         amp_level: str = "O2",
         amp_dtype: torch.dtype | str | None = None,
         amp_loss_scaler: str | float | LossScaler | None = "dynamic",
+        amp_master_weights: bool | str = True,
         amp_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         self._amp_asked = {"level": amp_level, "dtype": amp_dtype, **(amp_options or {})}
-        self._amp_loss_scaler = amp_loss_scaler
+        self._amp_loss_scaler, self._amp_master_weights = amp_loss_scaler, amp_master_weights
         self._amp_forward: InPlaceForward | None = None
         self._amp_depth = 0
         super().__init__(*args, **kwargs)
@@ -67,7 +72,7 @@ class AmpMixin(_Trainer):
                 "start one process per GPU with torchrun, or show it one GPU (CUDA_VISIBLE_DEVICES=0)."
             )
         self._amp_low = low_dtype(self.accelerator, self._amp_asked["dtype"], self._amp_asked.get("policy"))
-        arm(self.accelerator, self._amp_low, self._amp_loss_scaler)
+        arm(self.accelerator, self._amp_low, self._amp_loss_scaler, self._amp_master_weights)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         with self._amp_session():
@@ -87,6 +92,17 @@ class AmpMixin(_Trainer):
         if "loss" in logs and updates.scaler is not None:
             logs = {**logs, "loss_scale": updates.scaler.get_scale(), "skipped_steps": updates.skipped}
         super().log(logs, *args, **kwargs)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        if self.args.should_save and (rounding := self.accelerator.amp_updates.weights.state_dict()):
+            torch.save(rounding, os.path.join(output_dir, _ROUNDING_FILE))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        path = None if checkpoint is None else os.path.join(checkpoint, _ROUNDING_FILE)
+        if path is not None and os.path.isfile(path):
+            self.accelerator.amp_updates.weights.load_state_dict(torch.load(path, weights_only=True))
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if self.accelerator.scaler is not None:  # transformers 5.22 loads the file, if there is one, into None too
@@ -141,6 +157,8 @@ class AmpTrainer(AmpMixin, Trainer):
         amp_dtype: The low-precision dtype, by default fp16 on CUDA and bf16 elsewhere.
         amp_loss_scaler: ``"dynamic"``, a ``DynamicLossScaler`` or ``StaticLossScaler``, a number for a fixed scale, or
             None. ``"dynamic"`` scales only in fp16.
+        amp_master_weights: How parameters that are stored in fp16 or bf16 are updated, as the argument
+            ``master_weights`` of ``compile_train_step``.
         amp_options: Other keyword arguments of ``amp_compile``: ``policy``, ``black_list``, ``exclude`` and so on.
         kwargs: The keyword arguments of ``Trainer``.
 
@@ -181,4 +199,5 @@ class _LowerModel(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         logged = [entry["skipped_steps"] for entry in state.log_history if "skipped_steps" in entry]
         self._trainer.accelerator.amp_updates.skipped = logged[-1] if logged else 0  # those of a run that is resumed
+        tell_of_low_parameters(self._trainer.model, self._trainer._amp_master_weights)
         self._trainer._amp_lower()

@@ -35,6 +35,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..common.gradients import LOW
 from ..common.torch_names import foreach_copy_
 from ..parallel.shards import local_of
+from ..runtime.low_parameters import updated_in_fp32
 from .rounding import belongs, round_stochastically, split
 
 METHODS: tuple[bool | str, ...] = (True, "stochastic", "kahan", False)
@@ -44,6 +45,8 @@ MASTER, COMPENSATION = "amp_master", "amp_compensation"
 _SEED = 0
 
 _HOOKS: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
+#: how each optimizer that ``attach`` was called for updates low-precision parameters
+_METHODS: weakref.WeakKeyDictionary[Optimizer, bool | str] = weakref.WeakKeyDictionary()
 
 
 @dataclass
@@ -98,9 +101,19 @@ class LowWeights:
         finally:
             self._take_out(optimizer, exchanged)
 
+    def takes(self, optimizer: Optimizer) -> bool:
+        """Whether an update of this optimizer is made in fp32 instead of low precision: then ``updating`` must find the
+        gradients when it begins."""
+        return self.method is not False and next(_low(optimizer), None) is not None
+
     def attach(self, optimizer: Optimizer) -> None:
         """Keep fp32 what the optimizer's ``load_state_dict`` loads: torch rounds it to the dtype of the parameter. With
         ``False`` it does round, and what an earlier method has left is removed."""
+        if self.method is not False:
+            updated_in_fp32(parameter for _, _, parameter in _low(optimizer))
+        if _METHODS.get(optimizer) == self.method:
+            return
+        _METHODS[optimizer] = self.method
         handles = _HOOKS.pop(optimizer, ())
         for handle in handles:
             handle.remove()
