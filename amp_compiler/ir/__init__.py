@@ -70,6 +70,7 @@ from .meta import (
     origin,
 )
 from .provenance import (
+    Calls,
     in_backward,
     inherit_origin,
     inherit_placement,
@@ -153,6 +154,7 @@ __all__ = [
     "WIDE",
     "Aliases",
     "Because",
+    "Calls",
     "Decision",
     "Mode",
     "Origin",
