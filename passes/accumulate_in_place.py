@@ -41,7 +41,8 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
     sums: list[fx.Node] = []
     for place, gradient in zip(places, given, strict=True):
         primal = primals[roles[place].index]
-        total = ir.retype(primal.meta["val"], last.args[0][place].meta["val"].dtype)
+        total, dtype = primal.meta["val"], last.args[0][place].meta["val"].dtype
+        total = total if total.dtype is dtype else ir.retype(total, dtype)
         sums.append(ir.add_input(graph, f"sum_{primal.name}", ir.Role("sum", roles[place].index), total))
         with graph.inserting_before(op) if gradient.op == "placeholder" else graph.inserting_after(gradient):
             wide = gradient

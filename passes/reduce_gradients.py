@@ -139,7 +139,8 @@ def _add_sums(gm: fx.GraphModule, gradients: list[Gradient], call: Any) -> None:
     scale = next((n for n in graph.nodes if n.op == "placeholder" and n.meta[ir.ROLE].kind == "scale"), None)
     for gradient in gradients:
         role = ir.Role("sum", gradient.index)
-        held = ir.retype(gradient.primal.meta["val"], gradient.dtype)
+        held = gradient.primal.meta["val"]
+        held = held if held.dtype is gradient.dtype else ir.retype(held, gradient.dtype)
         total = ir.add_input(graph, f"sum_{gradient.primal.name}", role, held)
         before = _first(graph) if gradient.node.op == "placeholder" else gradient.node.next
         with graph.inserting_before(before):

@@ -41,7 +41,9 @@ class Captured:
         self.options, self.state, self._wide = options, state, wide
         self._backend = backend or Backend(target, options, state)
         #: a model that an optimizer may train that we don't know, until a call in training mode has looked at it
-        self._trained_elsewhere = target if backend is None and isinstance(target, nn.Module) else None
+        #: (what fully_shard makes low for a call is updated in fp32)
+        seen = backend is None and isinstance(target, nn.Module) and not given_low(target)
+        self._trained_elsewhere = target if seen else None
         leaves_code = not options.fullgraph and options.policy.rewrites
         self._outside = Uncaptured(target, options, state, self._backend) if leaves_code else None
         self._wrapped = state.handed.notes_low = is_wrapped(target)

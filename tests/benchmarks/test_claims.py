@@ -20,6 +20,9 @@ NO_CLAIMS = {
     "its 95 % interval": "how to read a table",
     "takes 1.2 times the time of fp32": "how to read a table",
     "which is faster": "how to read a table",
+    "for Adam 8 bytes per parameter": "the sizes of two fp32 numbers",
+    "Gradients are fp32 until the update is made, 4 bytes": "the size of an fp32 number",
+    "need 2 and 4 bytes less per parameter": "the sizes of dtypes",
 }
 
 
