@@ -392,5 +392,8 @@ class AmpMethod:
             raise AttributeError(name)
         return getattr(self._compiled, name)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> AmpMethod:
+        return AmpMethod(copy.deepcopy(self._compiled, memo))
+
     def __repr__(self) -> str:
         return repr(self._compiled)

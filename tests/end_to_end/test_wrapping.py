@@ -275,3 +275,16 @@ def test_fully_shard_takes_it(one_rank: Any) -> None:
     fast.reshard()
     fast.set_requires_gradient_sync(False)
     assert fast.to(torch.float32) is fast
+
+
+def test_a_copy_of_a_compiled_method_is_one() -> None:
+    """A model whose forward was compiled in place may be copied: the copy computes with its own weights."""
+    model = nn.Linear(2, 2)
+    model.forward = amp_compile(model.forward, dtype=torch.bfloat16)  # type: ignore[method-assign]
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.weight.zero_()
+        twin.bias.fill_(3.0)
+    assert type(twin.forward) is type(model.forward)
+    assert torch.equal(twin(torch.ones(1, 2)), torch.full((1, 2), 3.0))
+    assert not torch.equal(model(torch.ones(1, 2)), torch.full((1, 2), 3.0))

@@ -12,7 +12,7 @@ from integrations.trainer_loops import Curve, make_batches, make_model, own_loop
 
 RATE, DECAY, CLIP, ACCUMULATE = 1e-2, 0.95, 1.0, 2
 #: the runs that are compared with our own loop: dtype, micro-batches; two of these make an update
-RUNS = [(torch.bfloat16, 50), (torch.float16, 100)]
+RUNS = [(torch.bfloat16, 100), (torch.float16, 100)]
 
 
 def reset() -> None:
