@@ -162,7 +162,9 @@ def low_dtype(accelerator: Accelerator, dtype: Any, policy: Policy | None) -> to
     return given if given is not None else default_dtype(accelerator.device.type)
 
 
-def arm(accelerator: Accelerator, low: torch.dtype, loss_scaler: Any, master_weights: bool | str) -> AmpAccelerator:
+def arm(
+    accelerator: Accelerator, low: torch.dtype, loss_scaler: Any, master_weights: bool | str = True
+) -> AmpAccelerator:
     """Make ``accelerator`` scale losses, and its optimizers use unscaled gradients and update in fp32."""
     check_method(master_weights)
     wanted = loss_scaler if loss_scaler != "dynamic" or low is torch.float16 else None
