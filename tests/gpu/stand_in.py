@@ -161,6 +161,12 @@ def install() -> None:
     names: Any = torch._C
     names._cuda_getDevice, names._cuda_getCurrentRawStream = lambda: 0, lambda of: 0
     names._cuda_setDevice = lambda of: None
+    names._dynamo.guards._reinterpret_tensor = lambda t, size, stride, by=0: t.as_strided(
+        size, stride, t.storage_offset() + by
+    )
+    names._dynamo.guards._empty_strided_cuda = lambda size, stride, dtype: torch.empty_strided(
+        size, stride, dtype=dtype, device="cuda"
+    )
     cuda._lazy_init, cuda._initialized = lambda: None, True
     cuda._get_device_properties = lambda of: H100
     cuda._exchange_device, cuda._maybe_exchange_device = lambda of: 0, lambda of: 0

@@ -23,13 +23,11 @@ EVERY = [f"{n}-{a}-{b}-{c}" for n in NETWORKS for a in LEVELS for b in LOW for c
 
 
 def is_fine(answer: dict[str, Any], name: str) -> None:
-    network, level, low, _ = name.split("-")
-    assert answer["one_graph"] is (network != "graph_break")
+    assert answer["one_graph"] is not name.startswith("graph_break-")
     assert answer["devices"] == ["cuda"]
     assert answer["elsewhere"] == answer["cpu"] == answer["refused"] == []
     assert answer["loss"] == "torch.float32"
-    wide = "torch.float16" if low == "fp16" else "torch.bfloat16"
-    assert answer["gradients"] == [f"{wide if level == 'O3' else 'torch.float32'} cuda"] or level == "O3"
+    assert answer["gradients"] == ["torch.float32 cuda"]
     assert "unscale_kernel" in answer["launches"]  # the gradients, by our kernel
 
 
