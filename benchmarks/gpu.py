@@ -1,4 +1,4 @@
-"""What can be said about the GPU kernels without a GPU: two tables, neither of which contains times.
+"""The GPU kernels: what can be said without a GPU, two tables without times; and with one, times with the peers beside.
 
 *Compiled*: every Triton kernel that we ship, in every tuning configuration, down to machine code for real GPUs:
 tensor-core instructions, registers, spills, shared memory, loads of 16 bytes, size. The peer in the same table is the
@@ -10,6 +10,8 @@ autocast has it: the weight is cast once and its low copy read twice, the weight
 "least" counts every operand once, as if the L2 cache held it; "most" counts every load of every program of the
 configuration that is chosen for the shape. Gradients checked and unscaled: launches and bytes of ours beside torch's
 foreach kernel, whose limits (tensors and blocks a launch) are those of its source for CUDA 12 and 13.
+
+*Timed*, on a GPU only: ``gpu_timed.py``. Everything goes into one result file, to send back.
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
+from gpu_timed import timed
 
 from harness import Row, Run, arguments, bars, console
 from subjects import bert_base_shapes
@@ -265,6 +270,11 @@ def main() -> int:
     failures = compiled(args, run)
     drawn = computed(args, run)
     gradients(run)
+    if torch.cuda.is_available():
+        timed(run, max(args.rounds, 5), LAYERS, [rows * columns for rows, columns in bert_base_shapes()])
+    else:
+        console.print("No GPU: nothing was timed. Where torch finds one, this script also times products, gradients and"
+                      " steps, beside cuBLAS, foreach and autocast (docs/gpu.md).")  # fmt: skip
     console.print(f"{failures} of the compiled kernels have a problem." if failures else "No kernel has a problem.")
 
     def plot(path: Path) -> None:

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import stand_in
 import torch
 import torch.nn.functional as F
+from cases_inductor import sources
 from cases_steps import DTYPES, OPTIMIZERS, compiled, graph_facts, loss_fn, no_waiting
 from torch import Tensor, nn
 
@@ -111,7 +115,8 @@ def product(shape: str, low: str) -> dict[str, Any]:
 
 def gradients() -> dict[str, Any]:
     """Checking and unscaling a long list of gradients: one launch per dtype, and no waiting."""
-    grads = [torch.randn(n, device="cuda", dtype=d) for n in (1, 1000, 70000) for d in (torch.float32, *DTYPES.values())]
+    dtypes = (torch.float32, *DTYPES.values())
+    grads = [torch.randn(n, device="cuda", dtype=d) for n in (1, 1000, 70000) for d in dtypes]
     before = [g.clone() for g in grads]
     found, scale = torch.zeros((), device="cuda"), torch.full((), 0.5, device="cuda")
     with no_waiting():
@@ -121,8 +126,8 @@ def gradients() -> dict[str, Any]:
         finite = all_finite(grads)
     answer: dict[str, Any] = {"launches": launches, "finite": [str(finite.dtype), finite.device.type]}
     if REAL:
-        answer["values"] = all(torch.equal(g, (b.float() * 0.5).to(b.dtype)) for g, b in zip(grads, before, strict=True))
-        answer["values"] &= bool(finite) and not bool(found)
+        wanted = [(g.float() * 0.5).to(g.dtype) for g in before]
+        answer["values"] = differences(grads, wanted) == [] and bool(finite) and not bool(found)
     return answer
 
 
@@ -207,6 +212,21 @@ def attention(kind: str, level: str) -> dict[str, Any]:
     return {"kernels": sorted(n for n in names if "attention" in n), **graph_facts(step.joint_graphs)}
 
 
+def benchmark() -> int:
+    """The timed part of ``make bench-gpu``, small: how many rows it gives."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # before this folder, which has a harness too
+    from gpu_timed import timed
+
+    from networks import BertLike
+
+    rows: list[Any] = []
+    run: Any = SimpleNamespace(add=rows.append, table=lambda *args: None)
+    small = BertLike(layers=1, hidden=32, heads=4, intermediate=64, vocab=200, seq=8)
+    with sources():
+        timed(run, 1, {"layer": (16, 32, 32)}, [10, 20], small, seconds=0.0)
+    return len(rows)
+
+
 CASES: dict[str, Callable[[], Any]] = {
     **{f"parity {n} {d}": functools.partial(parity, n, d) for n in NETWORKS for d in DTYPES},
     **{f"scaler {d}": functools.partial(scaler, d) for d in DTYPES},
@@ -214,5 +234,5 @@ CASES: dict[str, Callable[[], Any]] = {
     **{f"convert {n}": functools.partial(convert, n) for n in NETWORKS},
     **{f"attention {k} {a}": functools.partial(attention, k, a) for k in ("plain", "causal", "masked")
        for a in ("O1", "O2", "O3", "auto", "torch", "O0")},
-    "gradients": gradients, "skip": skip, "data parallel": data_parallel,
+    "gradients": gradients, "skip": skip, "data parallel": data_parallel, "benchmark": benchmark,
 }  # fmt: skip

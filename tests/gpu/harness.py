@@ -1,7 +1,7 @@
 """Many cases in one process with a GPU, or with the stand-in for one: a process loads it before torch.
 
 A module of cases has ``CASES``, name -> function without arguments; what a function returns must be JSON. Tests ask
-``results(module, names)``. The test processes share one run per list of cases, and those of ``TOGETHER`` are one run.
+``results(module, names)``. The test processes share one run per list of cases, and all of ``chosen.py`` are one run.
 """
 
 from __future__ import annotations
@@ -22,10 +22,18 @@ from typing import Any
 HERE = Path(__file__).parent
 
 
+def answer(module: str, name: str) -> Any:
+    """What one of the cases of ``chosen.py`` returned."""
+    from gpu.chosen import CHOSEN
+
+    return value(results(module, CHOSEN[module]), name)
+
+
 def results(module: str, names: Sequence[str]) -> dict[str, Any]:
     """Case -> its answer: ``{"value": …}`` or ``{"error": traceback}``; one run for all test processes that ask."""
     import pytest
     import torch
+    from gpu.chosen import CHOSEN
     from gpu.stand_in import cause
 
     real = torch.cuda.is_available()
@@ -33,7 +41,8 @@ def results(module: str, names: Sequence[str]) -> dict[str, Any]:
         pytest.skip(why)
     root = Path(tempfile.gettempdir()) / f"amp-gpu-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
     root.mkdir(exist_ok=True)
-    cases = [f"{module}:{name}" for name in names]
+    asked = CHOSEN if CHOSEN.get(module) == tuple(names) else {module: tuple(names)}
+    cases = [f"{of}:{name}" for of, own in asked.items() for name in own]
     found = root / f"{hashlib.sha256(chr(10).join(cases).encode()).hexdigest()[:12]}.json"
     with (root / f"{found.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

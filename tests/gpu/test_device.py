@@ -1,36 +1,23 @@
-"""Parity with ``torch.autocast("cuda")``, the kernels, skipped steps, NCCL and conversion, on device ``cuda``: with values
-on a GPU; on the stand-in for one, dtypes, shapes, devices, launches and that nothing waits."""
+"""Parity with ``torch.autocast("cuda")``, the kernels, skipped steps, NCCL and conversion, on device ``cuda``: with
+values on a GPU; on the stand-in for one, dtypes, shapes, devices, launches and that nothing waits."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from gpu.harness import results, value
+from gpu.chosen import ATTENTION, CONVERTED, PARITY, SHAPES
+from gpu.harness import answer, results, value
 
 from networks import NETWORKS
 
 pytestmark = pytest.mark.gpu
 LOW = ("fp16", "bf16")
-SHAPES = {"square": 1, "few rows": 2, "batch": 1, "ragged": 1, "layer": 1}  # with launches: K is split, or not
-PARITY = ("dense fp16", "conv_bn bf16", "shared_weights fp16")
-CONVERTED = ("conv_bn",)
-#: the kernel that torch has for a call: fp32 attention has an efficient one only
-ATTENTION = {"plain O2": "flash", "causal O1": "flash", "masked O2": "efficient", "plain O0": "efficient"}
-CHOSEN = (
-    *(f"parity {name}" for name in PARITY), *(f"scaler {d}" for d in LOW), *(f"product {s} fp16" for s in SHAPES),
-    *(f"convert {name}" for name in CONVERTED), *(f"attention {name}" for name in ATTENTION),
-    "gradients", "skip", "data parallel",
-)  # fmt: skip
-
-
-def answer(name: str) -> Any:
-    return value(results("cases_device", CHOSEN), name)
 
 
 @pytest.mark.parametrize("name", PARITY)
 def test_outputs_and_gradients_are_autocasts(name: str) -> None:
-    assert answer(f"parity {name}") == []
+    assert answer("cases_device", f"parity {name}") == []
 
 
 @pytest.mark.zoo
@@ -38,17 +25,17 @@ def test_outputs_and_gradients_are_autocasts(name: str) -> None:
 def test_every_network_is_as_under_autocast(network: str) -> None:
     names = [f"parity {network} {low}" for low in LOW]
     answers = results("cases_device", names)
-    assert {name: value(answers, name) for name in names} == dict.fromkeys(names, [])
+    assert {name: value(answers, name) for name in names} == {name: [] for name in names}
 
 
 @pytest.mark.parametrize("low", LOW)
 def test_updates_are_those_of_autocast_and_a_grad_scaler(low: str) -> None:
-    assert answer(f"scaler {low}") == []
+    assert answer("cases_device", f"scaler {low}") == []
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_product_is_as_its_definition_and_as_cublas(shape: str) -> None:
-    found = answer(f"product {shape} fp16")
+    found = answer("cases_device", f"product {shape} fp16")
     assert found["like"]
     assert found.get("exact", True)
     assert found.get("blas", True)
@@ -56,27 +43,27 @@ def test_a_product_is_as_its_definition_and_as_cublas(shape: str) -> None:
 
 
 def test_gradients_are_unscaled_by_one_launch_per_dtype() -> None:
-    found = answer("gradients")
+    found = answer("cases_device", "gradients")
     assert found["finite"] == ["torch.bool", "cuda"]
     assert found.get("values", True)
     assert found["launches"] in (["unscale_kernel"] * 3, [])
 
 
 def test_a_step_is_skipped_without_waiting() -> None:
-    found = answer("skip")
+    found = answer("cases_device", "skip")
     assert found["skipped"] == ["torch.bool", "cuda"]
     assert found.get("kept", True)
 
 
 def test_gradients_are_averaged_on_the_device() -> None:
-    found = answer("data parallel")
+    found = answer("cases_device", "data parallel")
     assert found["reduces"]
     assert found["elsewhere"] == found["cpu"] == found["refused"] == []
 
 
 @pytest.mark.parametrize("name", CONVERTED)
 def test_a_converted_model_runs_there(name: str) -> None:
-    _converted(answer(f"convert {name}"))
+    _converted(answer("cases_device", f"convert {name}"))
 
 
 @pytest.mark.zoo
@@ -93,7 +80,13 @@ def _converted(found: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_gets_dtypes_that_its_kernel_takes(name: str) -> None:
-    found = answer(f"attention {name}")
+    found = answer("cases_device", f"attention {name}")
     kernel = f"_scaled_dot_product_{ATTENTION[name]}_attention"
     assert found["kernels"] == [kernel, f"{kernel}_backward"]
     assert found["refused"] == []
+
+
+@pytest.mark.zoo
+def test_the_benchmark_times_every_variant() -> None:
+    products, gradients, steps = 2 * 3, 2, 2 * 5
+    assert value(results("cases_device", ["benchmark"]), "benchmark") == products + gradients + steps
