@@ -212,6 +212,16 @@ def attention(kind: str, level: str) -> dict[str, Any]:
     return {"kernels": sorted(n for n in names if "attention" in n), **graph_facts(step.joint_graphs)}
 
 
+def layer(rows: int) -> dict[str, Any]:
+    """What a report says of the kernels of a linear layer, and what was launched."""
+    model = nn.Linear(768, 3072).cuda()
+    fast = amp_compile(model, "O2", dtype=torch.float16, backend="eager")
+    stand_in.LAUNCHES.clear()
+    with torch.no_grad():
+        fast(torch.randn(rows, 768, device="cuda"))
+    return {"kernels": [str(kernel) for kernel in fast.report().kernels], "launches": list(stand_in.LAUNCHES)}
+
+
 def benchmark() -> int:
     """The timed part of ``make bench-gpu``, small: how many rows it gives."""
     sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # before this folder, which has a harness too
@@ -234,5 +244,6 @@ CASES: dict[str, Callable[[], Any]] = {
     **{f"convert {n}": functools.partial(convert, n) for n in NETWORKS},
     **{f"attention {k} {a}": functools.partial(attention, k, a) for k in ("plain", "causal", "masked")
        for a in ("O1", "O2", "O3", "auto", "torch", "O0")},
+    "layer of 16 rows": functools.partial(layer, 16), "layer of 65536 rows": functools.partial(layer, 65536),
     "gradients": gradients, "skip": skip, "data parallel": data_parallel, "benchmark": benchmark,
 }  # fmt: skip

@@ -20,7 +20,7 @@ CHOSEN = {
     "cases_device": (
         *(f"parity {name}" for name in PARITY), "scaler fp16", "scaler bf16", *(f"product {s} fp16" for s in SHAPES),
         *(f"convert {name}" for name in CONVERTED), *(f"attention {name}" for name in ATTENTION),
-        "gradients", "skip", "data parallel",
+        "gradients", "skip", "data parallel", "layer of 16 rows", "layer of 65536 rows",
     ),
     "cases_inductor": INDUCTOR,
 }  # fmt: skip

@@ -49,6 +49,16 @@ def test_gradients_are_unscaled_by_one_launch_per_dtype() -> None:
     assert found["launches"] in (["unscale_kernel"] * 3, [])
 
 
+def test_a_product_that_the_library_computes_faster_is_left_to_it() -> None:
+    few, many = (answer("cases_device", f"layer of {rows} rows") for rows in (16, 65536))
+    assert few["kernels"] == ["1 × amp::cast_matmul: rounds an operand as it reads it"]
+    assert few["launches"] in (["matmul_kernel"], [])
+    assert many["launches"] == []
+    (said,) = many["kernels"]
+    assert "1 × addmm: left to the library: on " in said
+    assert "(estimated)" in said
+
+
 def test_a_step_is_skipped_without_waiting() -> None:
     found = answer("cases_device", "skip")
     assert found["skipped"] == ["torch.bool", "cuda"]
