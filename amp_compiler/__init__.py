@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from .conversion.convert import convert_model as convert_model
     from .conversion.converted import ConvertedModel as ConvertedModel
     from .conversion.loading import load_converted as load_converted
+    from .fitting.fit import fit as fit
+    from .fitting.history import History as History
     from .inspect.profile import count_casts as count_casts
     from .inspect.report import Report as Report
     from .module import AmpModule as AmpModule
@@ -77,6 +79,7 @@ _PUBLIC = {
     "DataParallel": "parallel.spec",
     "DrawingError": "common.errors",
     "DynamicLossScaler": "training.scalers",
+    "History": "fitting.history",
     "ParallelError": "common.errors",
     "PipelineError": "common.errors",
     "Policy": "policy",
@@ -98,6 +101,7 @@ _PUBLIC = {
     "compile_train_step": "training.compile",
     "convert_model": "conversion.convert",
     "count_casts": "inspect.profile",
+    "fit": "fitting.fit",
     "load_converted": "conversion.loading",
     "precision": "policy.scopes",
     "predict": "prediction",

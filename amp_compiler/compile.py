@@ -108,12 +108,13 @@ def amp_compile(
         if isinstance(target, type) or not callable(target):
             what = f"the class {target.__name__}" if isinstance(target, type) else f"{type(target).__name__} {target!r}"
             raise ArgumentError(f"amp_compile takes a torch.nn.Module or a function, not {what}.")
+        owner = getattr(target, "__self__", None)
+        of_a_module = isinstance(owner, nn.Module)
         options = Options(
-            asked.policy_for(target), backend, keep_output_dtypes, dynamic, fullgraph, asked.disable_passes,
-            asked.device,
+            asked.policy_for(owner if of_a_module else target), backend, keep_output_dtypes, dynamic, fullgraph,
+            asked.disable_passes, asked.device,
         )  # fmt: skip
         made = AmpModule(target, options)
-        of_a_module = isinstance(getattr(target, "__self__", None), nn.Module)
         return AmpMethod(made) if of_a_module else made
 
     return compile_one if model is None else compile_one(model)

@@ -14,6 +14,7 @@ from .calibration.result import Search
 from .calibration.search import run_search
 from .common.errors import ArgumentError
 from .compile import amp_compile
+from .cost.device import Device
 from .module import AmpModule
 from .policy import Policy
 
@@ -27,7 +28,7 @@ def search_policy(
     dtype: torch.dtype | str = torch.float16,
     level: str = "O3",
     calibration: Calibration | None = None,
-    objective: str = "flops",
+    objective: str | Device = "flops",
     budget: int = 50,
     journal: str | os.PathLike[str] | None = None,
 ) -> Search:
@@ -48,7 +49,9 @@ def search_policy(
         level: The level to start from, usually ``"O3"``: everything low.
         calibration: What ``calibrate`` measured on the same model. It puts the ops in order, and usually halves the
             number of evaluations or better.
-        objective: What counts as work: ``"flops"`` of products and convolutions, or ``"bytes"`` of results.
+        objective: What counts as work: ``"flops"`` of products and convolutions, ``"bytes"`` of results, or a device
+            as ``predict`` takes it, such as ``"a100_80"``: the seconds that each op saves there in low precision, by
+            the cost model, without the casts around it.
         budget: How often ``evaluate`` may be called.
         journal: A file to which every evaluation is written at once. A search that is started again with the same file
             continues where it was stopped.

@@ -1,4 +1,4 @@
-"""The GPU kernels: what can be said without a GPU, in tables without measured times, and with one, times beside the peers'.
+"""The GPU kernels: without a GPU, what is compiled, computed and estimated; with one, times beside the peers'.
 
 *Compiled*: every Triton kernel that we ship, in every tuning configuration, down to machine code for real GPUs:
 tensor-core instructions, registers, spills, shared memory, loads of 16 bytes, size. The peer in the same table is the
@@ -222,8 +222,10 @@ def roofline(args: argparse.Namespace, run: Run) -> None:
             for variant, seconds in (("ours", ours), ("cast before", theirs)):
                 key: dict[str, str | int] = {"what": "estimated", "target": target, "layer": name, "variant": variant}
                 run.add(Row(key, figures={"microseconds": seconds * 1e6}))
-            table.append([name, f"{ours * 1e6:,.0f}", f"{theirs * 1e6:,.0f}", f"{ours / theirs:.2f}",
-                          "ours" if ours <= theirs else "library", f"{config.name}, K in {pieces}: {config.reason}"])  # fmt: skip
+            table.append([
+                name, f"{ours * 1e6:,.0f}", f"{theirs * 1e6:,.0f}", f"{ours / theirs:.2f}",
+                "ours" if ours <= theirs else "library", f"{config.name}, K in {pieces}: {config.reason}",
+            ])  # fmt: skip
         run.table(
             f"{target}: forward of a layer with an fp32 weight, estimated from the data sheet of {OF_TARGET[target]}",
             ["", "ours µs", "cast and library µs", "ratio", "chosen", "our configuration"],

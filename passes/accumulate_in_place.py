@@ -4,8 +4,8 @@
 and ``found = where(all_finite([sum_1, …]), found, 1)``. The sums are inputs: the parameters' own ``.grad``.
 
 So the gradients of one micro-batch never all exist next to the sums, just as under autograd. The graph is not
-functional afterwards; Inductor, which plans its memory by itself, doesn't need this pass. A graph with a parameter that
-is not fp32 or with a sparse gradient is left alone.
+functional afterwards; Inductor, which plans its memory by itself, doesn't need this pass. A graph with a gradient
+that is rounded again, or a sparse one, is left alone.
 
 Requires: scaled; the eager backend, several micro-batches per update, a micro-batch whose gradients are not reduced
 over processes, no activation checkpointing. Ensures: accumulated. A second run changes nothing.
@@ -37,10 +37,12 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     primals = {n.meta[ir.ROLE].index: n for n in inputs if n.meta[ir.ROLE].kind == "primal"}
     next(n for n in graph.nodes if n.op != "placeholder").prepend(inverse)
+    last = next(iter(reversed(graph.nodes)))
     sums: list[fx.Node] = []
     for place, gradient in zip(places, given, strict=True):
         primal = primals[roles[place].index]
-        sums.append(ir.add_input(graph, f"sum_{primal.name}", ir.Role("sum", roles[place].index), primal.meta["val"]))
+        total = ir.retype(primal.meta["val"], last.args[0][place].meta["val"].dtype)
+        sums.append(ir.add_input(graph, f"sum_{primal.name}", ir.Role("sum", roles[place].index), total))
         with graph.inserting_before(op) if gradient.op == "placeholder" else graph.inserting_after(gradient):
             wide = gradient
             if gradient.meta["val"].dtype in ir.LOW_DTYPES:
@@ -51,7 +53,6 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
         finite = ir.call(graph, mode, torch.ops.amp.all_finite.default, (sums,), {})
         found_now = ir.call(graph, mode, aten.where.ScalarOther, (finite, found, 1.0), {})
     next(user for user in op.users if user.args[1] == 1).replace_all_uses_with(found_now)
-    last = next(iter(reversed(graph.nodes)))
     last.args = (tuple(r for i, r in enumerate(last.args[0]) if i not in places),)
     gm.meta[ir.ROLE] = tuple(role for i, role in enumerate(roles) if i not in places)
     graph.eliminate_dead_code()

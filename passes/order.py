@@ -4,8 +4,9 @@ capture ─▶ normalize ─▶ mark_dtype_origin ─▶ assign_precision ─▶
            └───────────────────────────────────── FORWARD ────────────────────────────────────┘
 autodiff ─▶ fold_casts ─▶ fold_views ─▶ fuse_cast_matmul ─▶ lower_kernels ─▶ batch_casts ─▶ run
             └─────────────────────────── JOINT / INFERENCE ────────────────────────────┘
-autodiff ─▶ scale_loss ─▶ reduce_gradients, scatter_gradients ─▶ fold_casts ─▶ fold_views ─▶ gather_parameters
-            └── STEP (a whole training step)  ─▶ hoist_weight_casts ─▶ fuse_cast_matmul ─▶ lower_kernels ─▶ batch_casts
+autodiff ─▶ widen_gradients ─▶ scale_loss ─▶ reduce_gradients, scatter_gradients ─▶ fold_casts ─▶ fold_views
+            └── STEP (a whole training step)  ─▶ gather_parameters ─▶ hoist_weight_casts ─▶ fuse_cast_matmul
+                                                 ─▶ lower_kernels ─▶ batch_casts
                                                  ─▶ accumulate_in_place, unscale_in_place or reduce_in_place ─▶ run
 export ─▶ normalize ─▶ mark_dtype_origin ─▶ remove_dropout ─▶ fold_constants ─▶ fold_batch_norm
           └─────────────────────────────────── PREPARE ───────────────────────────────────────┘
@@ -48,6 +49,7 @@ from . import (
     scale_loss,
     scatter_gradients,
     unscale_in_place,
+    widen_gradients,
     widen_weights,
 )
 
@@ -55,9 +57,9 @@ FORWARD = (normalize.PASS, mark_dtype_origin.PASS, precision.PASS, place_neutral
 JOINT = (fold_casts.PASS, fold_views.PASS, fuse_cast_matmul.PASS, lower_kernels.PASS, batch_casts.PASS)
 INFERENCE = JOINT
 STEP = (
-    scale_loss.PASS, reduce_gradients.PASS, scatter_gradients.PASS, fold_casts.PASS, fold_views.PASS,
-    gather_parameters.PASS, hoist_weight_casts.PASS, fuse_cast_matmul.PASS, lower_kernels.PASS, batch_casts.PASS,
-    accumulate_in_place.PASS, unscale_in_place.PASS, reduce_in_place.PASS,
+    widen_gradients.PASS, scale_loss.PASS, reduce_gradients.PASS, scatter_gradients.PASS, fold_casts.PASS,
+    fold_views.PASS, gather_parameters.PASS, hoist_weight_casts.PASS, fuse_cast_matmul.PASS, lower_kernels.PASS,
+    batch_casts.PASS, accumulate_in_place.PASS, unscale_in_place.PASS, reduce_in_place.PASS,
 )  # fmt: skip
 PREPARE = (normalize.PASS, mark_dtype_origin.PASS, remove_dropout.PASS, fold_constants.PASS, fold_batch_norm.PASS)
 CONVERT = (precision.PASS, insert_casts.PASS, freeze_parameters.PASS, fold_casts.PASS)

@@ -44,6 +44,7 @@ class Gradient:
     name: str
     node: fx.Node  # as it is computed; scaled, if there is a loss scale
     primal: fx.Node
+    dtype: torch.dtype  # in which it leaves the graph
     position: int = 0
 
     @property
@@ -118,7 +119,8 @@ def _gradients(gm: fx.GraphModule, results: list[Any], unscale: fx.Node | None) 
     places = [place for place, role in enumerate(roles) if role.kind == "gradient"]
     nodes = [results[place] for place in places] if unscale is None else list(unscale.args[0])  # type: ignore[arg-type]
     return [
-        Gradient(place, roles[place].index, names[roles[place].index], node, primals[roles[place].index])
+        Gradient(place, roles[place].index, names[roles[place].index], node, primals[roles[place].index],
+                 results[place].meta["val"].dtype)
         for place, node in zip(places, nodes, strict=True)
     ]
 
@@ -137,7 +139,8 @@ def _add_sums(gm: fx.GraphModule, gradients: list[Gradient], call: Any) -> None:
     scale = next((n for n in graph.nodes if n.op == "placeholder" and n.meta[ir.ROLE].kind == "scale"), None)
     for gradient in gradients:
         role = ir.Role("sum", gradient.index)
-        total = ir.add_input(graph, f"sum_{gradient.primal.name}", role, gradient.primal.meta["val"])
+        held = ir.retype(gradient.primal.meta["val"], gradient.dtype)
+        total = ir.add_input(graph, f"sum_{gradient.primal.name}", role, held)
         before = _first(graph) if gradient.node.op == "placeholder" else gradient.node.next
         with graph.inserting_before(before):
             node, dtype = gradient.node, torch.promote_types(gradient.value.dtype, torch.float32)
@@ -198,8 +201,8 @@ def _unpack(reduced: fx.Node, bucket: list[Gradient], results: list[Any], call: 
     for number, gradient in enumerate(bucket):
         value = gradient.primal.meta["val"]
         part = call(aten.view.default, call(operator.getitem, parts, number), list(value.shape))
-        if part.meta["val"].dtype != value.dtype:
-            part = call(aten._to_copy.default, part, dtype=value.dtype)
+        if part.meta["val"].dtype != gradient.dtype:
+            part = call(aten._to_copy.default, part, dtype=gradient.dtype)
         part._rename(f"grad_{gradient.primal.name}")
         results[gradient.place] = part
 

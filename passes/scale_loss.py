@@ -3,7 +3,7 @@
 1. ``backward(tangent)``            →  ``backward(tangent * scale)``
 2. ``gradient_i = cast(g_i, f32)``  →  ``gradients, found = amp.unscale([g_1, g_2, …], 1 / scale, found)``: one op for
    all of them, which reads each gradient in the dtype that it was computed in
-3. a gradient of a parameter that is itself low is cast back to the parameter's dtype
+3. a gradient that leaves the graph in low precision, as that of a low parameter does, is cast back to its dtype
 4. ``new = batch_norm statistics``  →  ``where(found, saved, new)``: a skipped update leaves the model's state as it was
    before the update (``saved`` differs from the input only when micro-batches are accumulated)
 
@@ -65,7 +65,7 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
         gradients = call(operator.getitem, unscaled, 0)
         for number, place in enumerate(places):
             primal = inputs[ir.Role("primal", roles[place].index)]
-            results[place] = cast(call(operator.getitem, gradients, number), _value(primal).dtype)
+            results[place] = cast(call(operator.getitem, gradients, number), _value(results[place]).dtype)
             results[place]._rename(f"grad_{primal.name}")
         found_now = call(operator.getitem, unscaled, 1)
         if gm.meta[ir.RESTORED]:

@@ -195,8 +195,9 @@ def _finish(
         results[:] = [found if node is old else node for node in results]
     for place, node in zip(places, nodes, strict=True):
         primal = primals[roles[place].index]
-        if node.meta["val"].dtype != primal.meta["val"].dtype:
-            node = call(aten._to_copy.default, node, dtype=primal.meta["val"].dtype)
+        dtype = results[place].meta["val"].dtype
+        if node.meta["val"].dtype != dtype:
+            node = call(aten._to_copy.default, node, dtype=dtype)
         node._rename(f"grad_{primal.name}")
         results[place] = node
 

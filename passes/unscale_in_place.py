@@ -5,7 +5,7 @@
 2. a gradient that shares its memory (an expanded value, one tensor for two parameters, an input) is cloned first
 
 The graph is not functional afterwards, so this is one of the last passes; Inductor accepts such a graph. A graph with a
-sparse gradient is left alone, and so is one with a parameter that is not fp32, whose gradient is unscaled in fp32 and
+sparse gradient is left alone, and so is one with a low-precision parameter whose gradient is unscaled in fp32 and
 rounded again.
 
 Requires: scaled; no activation checkpointing. Ensures: in_place. A second run changes nothing.

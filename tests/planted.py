@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,11 @@ FAULTS = {
     "activations": ("mul#2", "mul#3"),  # reaches 1e6, and comes back
     "weights": ("linear#0",),  # weights whose rounding errors do not cancel, as they themselves nearly do
     "cancellation": ("add#0", "sub#0"),  # the difference of large numbers that are nearly equal
+    "plateau": ("mul#2", "mul#3", "mul#4"),  # reaches 1e6, and stays there for an op
+    "gradients": ("mul#1", "mul#2"),  # the values fit, but the gradient between the two is below 1e-9
 }
+
+_LARGE = {"quotient": 1e6, "cancellation": 3e4, "gradients": 3e4}
 
 
 class Block(nn.Module):
@@ -26,8 +30,9 @@ class Block(nn.Module):
             half, difference = 1e4 * torch.rand(width, width), torch.eye(width)
             self.pair = nn.Parameter(torch.cat([half, difference - half], 1), requires_grad=False)
         elif fault:
-            large = torch.full((width,), {"cancellation": 3e4, "activations": 1e3}.get(fault, 1e6))
+            large = torch.full((width,), _LARGE.get(fault, 1e3))
             self.large = nn.Parameter(large, requires_grad=False)
+            self.one = nn.Parameter(torch.ones(width), requires_grad=False)
             self.other = nn.Parameter(2 * large if fault == "quotient" else 1 / large, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -37,6 +42,10 @@ class Block(nn.Module):
             y = torch.addcdiv(y, self.other, self.large)
         elif self.fault == "activations":
             y = y * self.large * self.large * self.other * self.other
+        elif self.fault == "plateau":
+            y = y * self.large * self.large * self.one * self.other * self.other
+        elif self.fault == "gradients":
+            y = y * self.large * self.other
         elif self.fault == "weights":
             y = nn.functional.linear(torch.cat([y, y], -1), self.pair)
         elif self.fault == "cancellation":
@@ -58,6 +67,13 @@ class Planted(nn.Module):
         return x
 
 
+def planted(ops: int, kinds: Sequence[str]) -> tuple[Planted, dict[int, str]]:
+    """A network of about so many ops with these faults at even distances, and where they are."""
+    blocks = (ops - sum(len(FAULTS[kind]) for kind in kinds)) // 4
+    faults = {blocks * (number + 1) // (len(kinds) + 1): kind for number, kind in enumerate(kinds)}
+    return Planted(blocks, faults).eval(), faults
+
+
 def expected(faults: Mapping[int, str]) -> set[str]:
     """The names of the ops that must stay in fp32."""
     return {f"blocks.{number}:{op}" for number, kind in faults.items() for op in FAULTS[kind]}
@@ -73,3 +89,26 @@ def relative_error(model: nn.Module, x: Tensor) -> Callable[[Callable[[Tensor], 
             return float((compiled(x) - reference).norm() / reference.norm())
 
     return evaluate
+
+
+def gradient_error(model: nn.Module, x: Tensor, scale: float = 1e-4) -> Callable[[Callable[[Tensor], Tensor]], float]:
+    """An ``evaluate``: the largest error of a weight's gradient, relative to fp32's. ``scale``: of the loss."""
+    weights = [p for p in model.parameters() if p.requires_grad]
+
+    def gradients(run: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(small_loss(run(x), None, scale), weights)
+
+    reference = gradients(model)
+
+    def evaluate(compiled: Callable[[Tensor], Tensor]) -> float:
+        errors = [(a - b).norm() / b.norm() for a, b in zip(gradients(compiled), reference, strict=True)]
+        return float(torch.stack(errors).max())
+
+    return evaluate
+
+
+def small_loss(output: Tensor, targets: Tensor | None, scale: float = 1e-4) -> Tensor:
+    """A loss whose gradient at the output is ``scale`` or its negative everywhere."""
+    signs = torch.ones(output.shape[-1])
+    signs[::2] = -1
+    return (output * signs).sum() * scale

@@ -19,6 +19,7 @@ MADE_BY = {
     "AmpModule": "amp_compile",
     "Calibration": "calibrate",
     "ConvertedModel": "convert_model",
+    "History": "fit",
     "Prediction": "predict",
     "Report": "report()",
     "Search": "search_policy",

@@ -17,7 +17,7 @@ from ..common.messages import users_frame
 from ..common.torch_names import no_autocast, pytree
 from ..policy import Policy, check_low_dtype
 from ..policy.scopes import original_of
-from ..runtime.arguments import call_arguments
+from ..runtime.arguments import call_arguments, split_batch
 from ..runtime.backend import Backend
 from ..runtime.captured import Captured
 from ..runtime.options import Options
@@ -27,6 +27,7 @@ from ..training.probe import is_float
 from ..training.rerun import undisturbed
 from ..training.results import check_loss, check_loss_fn, split
 from .calibration import Calibration
+from .ranks import are_several, over_ranks
 from .recorder import Recorder
 from .scale import best_scale, with_scale
 
@@ -41,6 +42,7 @@ def calibrate(
     *,
     dtype: torch.dtype | str = torch.float16,
     scale: float | None = None,
+    all_ranks: bool = True,
 ) -> Calibration:
     """Run a model in fp32 and measure the range of every value, of its gradient, and how much rounding it matters.
 
@@ -61,12 +63,14 @@ def calibrate(
         dtype: The low-precision dtype in question, ``torch.float16`` or ``torch.bfloat16``.
         scale: The loss scale that gradients are multiplied by before they are judged. None stands for the power of two
             that suits them best (1 for bf16).
+        all_ranks: If ``torch.distributed`` is initialized, every process calls ``calibrate``, each with its own
+            batches, and gets the calibration over the batches of all of them. False: of this process alone.
 
     Returns:
         A ``Calibration``, with one row per op.
 
     Raises:
-        CalibrationError: If there is no batch.
+        CalibrationError: If there is no batch, or if another process failed.
 
     Examples:
         >>> import torch
@@ -80,16 +84,33 @@ def calibrate(
     """
     low = check_low_dtype(dtype)
     model = _checked(model, loss_fn, scale)
+    gathers = all_ranks and are_several()
+    try:
+        found = _measure(model, batches, loss_fn, low, 1.0 if scale is None else float(scale))
+    except Exception:
+        if gathers:
+            with contextlib.suppress(CalibrationError):
+                over_ranks(None)
+        raise
+    if gathers:
+        found = over_ranks(found)
+    return with_scale(found, best_scale(found)) if scale is None and found.has_gradients else found
+
+
+def _measure(
+    model: Any, batches: Iterable[Any], loss_fn: Callable[[Any, Any], Any] | None, low: torch.dtype, scale: float
+) -> Calibration:
     holder = Holder(model, loss_fn)
     held = frozenset(id(where[name]) for where, name in holder.attributes())
-    recorder = Recorder(low, 1.0 if scale is None else float(scale), held)
+    recorder = Recorder(low, scale, held)
     run = _Run(model, loss_fn, recorder)
     count = 0
     with undisturbed(holder, _device(model)), _some_gradient(model):
         for batch in _bounded(batches):
             count += 1
             recorder.next_batch()
-            args, kwargs, targets = _split_batch(batch, count)
+            inputs, targets = split_batch(batch, count, CalibrationError)
+            args, kwargs = call_arguments(inputs)
             try:
                 run(args, kwargs, targets)
             except Exception as error:
@@ -103,8 +124,7 @@ def calibrate(
         raise CalibrationError("No op of the model was captured, so there is nothing to measure: see the warnings.")
     name = type(model).__name__ if isinstance(model, nn.Module) else ""
     rows = recorder.rows(run.has_gradients, run.has_loss)
-    found = Calibration(rows, low, recorder.scale, count, name, run.has_loss)
-    return with_scale(found, best_scale(found)) if scale is None and run.has_loss else found
+    return Calibration(rows, low, scale, count, name, run.has_loss)
 
 
 class _Backend(Backend):
@@ -200,19 +220,6 @@ def _bounded(batches: Any) -> Iterator[Any]:
             "a list or a loader with a length.",
             AmpWarning, stacklevel=users_frame(),
         )  # fmt: skip
-
-
-def _split_batch(batch: Any, number: int) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    if isinstance(batch, (tuple, list)):
-        if not 1 <= len(batch) <= 2:
-            raise CalibrationError(
-                f"Batch {number} has {len(batch)} parts: a batch is (inputs, targets), with a tuple of several inputs "
-                "as ((x, mask), targets)."
-            )
-        inputs, targets = batch if len(batch) == 2 else (batch[0], None)
-    else:
-        inputs, targets = batch, None
-    return *call_arguments(inputs), targets
 
 
 def _parameters(target: Any) -> Iterator[Tensor]:

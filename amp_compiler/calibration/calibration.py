@@ -192,5 +192,5 @@ def _row(data: Any) -> Row:
         gradient=None if data["gradient"] is None else _range(data["gradient"]),
         operands=tuple(_range(r) for r in _typed(data, "operands", list)),
         number=None if data["number"] is None else _count(data, "number"),
-        operand_gradient=None if data["operand_gradient"] is None else _range(data["operand_gradient"]),
+        operand_gradients=tuple(_range(r) for r in _typed(data, "operand_gradients", list)),
     )  # fmt: skip

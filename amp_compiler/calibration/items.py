@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,16 @@ from torch import fx
 
 from .. import ir
 from ..common.errors import CalibrationError
+from ..cost.devices import Device, find
+from ..cost.model import CostModel
 from ..ir.flops import node_flops
-from ..policy import CallRule, Policy, Rule, call_name, dtype_name
+from ..policy import CallRule, Policy, Rule, call_name
+from ..policy.calibrated import Bounds
 from ..policy.ops.row import OpClass
-from .calibration import Calibration, Row
+from .calibration import Calibration
 
 OBJECTIVES = ("flops", "bytes")
+Objective = str | Device
 #: the rules by which an op is low that a rule for the call comes before
 _FREE = frozenset({Rule.TABLE, Rule.LEVEL, Rule.WHITE_LIST, Rule.FOLLOW_LIST, Rule.FP32_INSIDE, Rule.MODULE_RULE})
 #: without a calibration, what is on the black list is suspected first
@@ -76,8 +80,20 @@ class Work:
         return sum(item.cost for item in low) / self.total if self.total else 0.0
 
 
-def find_work(graphs: Sequence[fx.GraphModule], objective: str) -> Work:
+def worth(objective: Objective, low: torch.dtype) -> Callable[[fx.Node], float]:
+    """Return a function that tells what an op is worth in low precision: its FLOPs, the bytes of its results, or the
+    seconds that it saves on a device, without the casts around it."""
+    if objective == "flops":
+        return lambda node: float(node_flops(node))
+    if objective == "bytes":
+        return lambda node: float(_bytes(node))
+    model = CostModel(find(objective))
+    return lambda node: max(model.seconds(node, torch.float32) - model.seconds(node, low), 0.0)
+
+
+def find_work(graphs: Sequence[fx.GraphModule], objective: Objective, low: torch.dtype = torch.float16) -> Work:
     """Return the ops that are low in the rewritten ``graphs`` and that a rule can keep in fp32, in graph order."""
+    value = worth(objective, low)
     found: dict[tuple[str, str, int], Item] = {}
     total = 0.0
     for gm in graphs:
@@ -86,7 +102,7 @@ def find_work(graphs: Sequence[fx.GraphModule], objective: str) -> Work:
                 known = ir.decision(node)
                 if node.op != "call_function" or known is None or known.rule is Rule.INSERTED:
                     continue
-                cost = float(node_flops(node) if objective == "flops" else _bytes(node))
+                cost = value(node)
                 total += cost
                 free = known.rule in _FREE and known.cls in _BY_CLASS and ir.CALL in node.meta
                 if not free or known.precision not in ir.LOW_DTYPES:
@@ -111,8 +127,8 @@ def _bytes(node: fx.Node) -> int:
 def with_calibration(work: Work, calibration: Calibration, dtype: torch.dtype) -> Work:
     """Return the same ops with the danger that a calibration has measured.
 
-    Ops with a value or an operand that does not fit are suspects and the most dangerous ones; the others are ordered by
-    sensitivity per gain.
+    Ops with a value, an operand or a gradient that does not fit are suspects and the most dangerous ones; the others
+    are ordered by sensitivity per gain.
     """
     rows = {call_name(row.module, row.op, row.number): row for row in calibration.rows}
     known = sum(item.name in rows for item in work.items)
@@ -121,20 +137,18 @@ def with_calibration(work: Work, calibration: Calibration, dtype: torch.dtype) -
             f"The calibration has rows for {known} of the {len(work.items)} ops of this model: it was made for another "
             "one. Call calibrate with this model."
         )
-    found = [_measured(item, rows, work, dtype) if item.name in rows else item for item in work.items]
+    bounds = Bounds(dtype, margin=1.0)
+    found = []
+    for item in work.items:
+        row = rows.get(item.name)
+        if row is not None:
+            why = bounds.forward(row) or bounds.backward(row, calibration.scale)
+            gain = 1 / len(work.items) + (item.cost / work.total if work.total else 0.0)
+            danger = row.sensitivity / gain if why is None else bounds.excess(row)
+            item = dataclasses.replace(item, danger=danger, suspect=why is not None,
+                                       range=why or f"reaches {row.max_abs:.3g}")  # fmt: skip
+        found.append(item)
     return dataclasses.replace(work, items=tuple(found))
-
-
-def _measured(item: Item, rows: Mapping[str, Row], work: Work, dtype: torch.dtype) -> Item:
-    """Return the item with the danger that its row tells."""
-    row, limit = rows[item.name], torch.finfo(dtype).max
-    largest = max([row.max_abs, *(r.max_abs for r in row.operands)])
-    if largest > limit:
-        what = "reaches" if row.max_abs == largest else "reads values up to"
-        told = f"{what} {largest:.3g}; {dtype_name(dtype)} holds {limit:.6g}"
-        return dataclasses.replace(item, danger=largest, suspect=True, range=told)
-    gain = 1 / len(work.items) + (item.cost / work.total if work.total else 0.0)
-    return dataclasses.replace(item, danger=row.sensitivity / gain, range=f"reaches {row.max_abs:.3g}")
 
 
 def order(work: Work) -> list[int]:

@@ -19,22 +19,26 @@ from .. import ir
 from ..common.torch_names import OpOverload, pytree
 from ..policy import Policy
 from ..policy.ops.row import OpClass
-from ..runtime.record import Range, Tally, flattened, merge, range_of, sample_step
+from ..runtime.record import Range, Tally, flattened, merge, range_of
 from ..training.overflow import users_line
 from ..training.probe import Watching, is_float
 from .row import Row
 
+#: elements of a result whose rounding errors are kept until the backward, at least half as many
+_SAMPLE = 1 << 13
 #: higher-order ops whose bodies are run node by node, so that they have no row of their own
 _INLINED = ("tag_activation_checkpoint", "cond", "scan", "while_loop", "wrap", "invoke_subgraph")
 
 
 @dataclass
 class Effect:
-    """What the backward shows of one value: its gradients, and ``change``, the sum over the batches of the squared
-    change of the loss that rounding the value makes, to first order."""
+    """What the backward of a batch shows of one value: its gradients, and ``change``, the squared change of the loss
+    that rounding the value makes, to first order. ``trained``: False if a training step computes no gradient of the
+    value, as of data and frozen parameters; it is then not recorded."""
 
     gradient: Tally
     change: float = 0.0
+    trained: bool = True
 
 
 @dataclass
@@ -43,13 +47,26 @@ class Entry:
 
     node: str
     result: Tally
-    effect: Effect
+    effect: Effect  # of its result, in this batch
+    given: dict[int, tuple[int, Effect]] = field(default_factory=dict)  # of its operands in this batch, by id
     operands: dict[int, Range] = field(default_factory=dict)
-    given: dict[int, Effect] = field(default_factory=dict)  # of its operands, by id
+    gradient: Range = field(default_factory=Range)
+    gradients: dict[int, Range] = field(default_factory=dict)  # of its operands
+    own_change: float = 0.0  # that rounding its result makes
+    operand_change: float = 0.0
+
+    def end_batch(self, new: Effect) -> None:
+        """Add what the backward of this batch showed; ``new`` is for the next one."""
+        self.gradient = self.gradient.merged(self.effect.gradient.range)
+        self.own_change += self.effect.change
+        for place, effect in self.given.values():
+            self.gradients[place] = self.gradients.get(place, Range()).merged(effect.gradient.range)
+            self.operand_change += effect.change
+        self.effect, self.given = new, {}
 
     def change(self, *, rounds_once: bool) -> float:
         """Return the squared change of the loss if the op runs low: its operands and its result are rounded."""
-        return self.effect.change + (0.0 if rounds_once else sum(e.change for e in self.given.values()))
+        return self.own_change + (0.0 if rounds_once else self.operand_change)
 
 
 class Recorder:
@@ -63,6 +80,7 @@ class Recorder:
         self.effects: dict[fx.Node, Effect] = {}  # of the same nodes; filled by the backward
         self.uses: dict[tuple[fx.Node, fx.Node], Effect] = {}  # of a value in one of several ops that read it
         self.leaves: list[Tensor] = []  # inputs that have a gradient for the sake of the recording
+        self.untrained: set[fx.Node] = set()  # their nodes
         self.parameters: dict[tuple[int, int], Range] = {}  # (id of a parameter, its version) -> its range
         self.recomputing = False
 
@@ -78,14 +96,21 @@ class Recorder:
             if is_float(value) and not value.requires_grad and not own and torch.is_grad_enabled():
                 given[place] = value.detach().requires_grad_()
                 self.leaves.append(given[place])
+                self.untrained.add(node)
         return given
 
     def next_batch(self) -> None:
+        self.end_batch()
         self.batch += 1
         self.ranges.clear()
         self.effects.clear()
         self.uses.clear()
         self.leaves.clear()
+        self.untrained.clear()
+
+    def end_batch(self) -> None:
+        for entry in self.entries.values():
+            entry.end_batch(self._new_effect())
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -102,7 +127,7 @@ class Recorder:
         tensors = [t for t in pytree.tree_leaves(result) if is_float(t)]
         if node.op != "call_function" or node.target is operator.getitem or not tensors:
             self.ranges[node] = self._of_selected(node, args) or [self._of_input(node, t) for t in tensors]
-            self.effects[node] = self._of_source(node) or self._effect_of(tensors)
+            self.effects[node] = self._of_source(node) or self._effect_of(tensors, self._of_input_node(node))
             return
         if _name(node) in _INLINED:
             self.ranges[node] = [range_of(t, self.dtype, batch=self.batch) for t in tensors]
@@ -113,12 +138,13 @@ class Recorder:
             self.ranges[node], self.effects[node] = self.ranges[given[0]], self.effects[given[0]]
             return
         entry = self._entry(node)
+        entry.effect.trained = any(self.effects[source].trained for source in given) or not given
         self.ranges[node] = [entry.result.see(t, self.batch) for t in tensors]
         self.effects[node] = entry.effect
         for place, source in enumerate(given):
             entry.operands[place] = merge([entry.operands.get(place, Range()), *self.ranges[source]])
             effect = self.uses.get((node, source)) or self.effects[source]
-            entry.given[id(effect)] = effect
+            entry.given[id(effect)] = place, effect
         self._effect_of(tensors, entry.effect)
 
     def apart(self, reader: fx.Node, source: fx.Node, value: Tensor) -> Tensor:
@@ -126,6 +152,7 @@ class Recorder:
         alias = value.view_as(value)
         if not self.recomputing:
             effect = self.uses.get((reader, source)) or self._new_effect()
+            effect.trained = self.effects[source].trained
             self.uses[reader, source] = self._effect_of([alias], effect)
         return alias
 
@@ -144,6 +171,11 @@ class Recorder:
 
     def _of_source(self, node: fx.Node) -> Effect | None:
         return self.effects.get(node.args[0]) if node.target is operator.getitem else None  # type: ignore[arg-type]
+
+    def _of_input_node(self, node: fx.Node) -> Effect:
+        effect = self._new_effect()
+        effect.trained = node not in self.untrained
+        return effect
 
     def _new_effect(self) -> Effect:
         return Effect(Tally(self.dtype, self.scale))
@@ -168,14 +200,15 @@ class Recorder:
         """Return a hook for the gradient of a result. It holds the rounding errors of a sample, not the result."""
         with torch.no_grad():
             values, order = flattened(tensor.detach())
-            step = sample_step(values.numel())
+            step = max(values.numel() // _SAMPLE, 1) | 1  # odd, as sizes rarely are
             errors = _rounding_errors(values[::step], self.dtype)
         share = values.numel() / max(errors.numel(), 1)
         del values, tensor
 
         def see(gradient: Tensor | None) -> None:
             with torch.no_grad():
-                _see(effect.gradient, gradient, self.batch)
+                if effect.trained:
+                    _see(effect.gradient, gradient, self.batch)
                 if gradient is not None and gradient.layout is torch.strided:
                     sample = flattened(gradient, order)[0][::step]
                     changes = (sample * errors).abs().double().square()
@@ -185,14 +218,15 @@ class Recorder:
 
     def rows(self, has_gradients: bool, has_loss: bool) -> tuple[Row, ...]:
         """Return what was recorded. Gradients that are not those of a loss only give the sensitivities."""
+        self.end_batch()
         classify = Policy("O2", self.dtype).classify
         return tuple(
             Row(
                 e.node, op, module, source, e.result.range,
                 e.change(rounds_once=classify(op).cls is OpClass.EXACT) / self.batch if has_gradients else 0.0,
-                e.effect.gradient.range if has_loss else None,
+                e.gradient if has_loss else None,
                 tuple(e.operands[place] for place in sorted(e.operands)), number,
-                merge(effect.gradient.range for effect in e.given.values()) if has_loss else None,
+                tuple(e.gradients.get(place, Range()) for place in sorted(e.operands)) if has_loss else (),
             )
             for (module, op, source, number), e in self.entries.items()
         )  # fmt: skip

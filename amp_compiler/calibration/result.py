@@ -13,7 +13,7 @@ from ..common.errors import SearchError
 from ..common.files import write_text
 from ..inspect.render import pareto
 from ..policy import Policy, dtype_name
-from .items import Item
+from .items import OBJECTIVES, Item
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Search:
         maximize: As it was asked for.
         items: The ops that were searched, from the least to the most dangerous.
         share: The share of the work that the policy runs in low precision, from 0 to 1.
-        objective: What counts as work.
+        objective: What counts as work: ``"flops"``, ``"bytes"``, or the name of a device.
         complete: False if the budget was used up before the search came to its end.
         verified: False if no trial held: the policy is then fp32.
         confidence: With which confidence the metric is within the tolerance, for a metric that varies; else None.
@@ -126,6 +126,12 @@ class Search:
     reasons: tuple[tuple[str, str], ...] = ()
 
     @property
+    def unit(self) -> str:
+        """What ``share`` is a share of, in words."""
+        known = self.objective in OBJECTIVES
+        return self.objective if known else f"the time that low precision saves on {self.objective}"
+
+    @property
     def front(self) -> tuple[Trial, ...]:
         """The trials that no other beats in both the share of low work and the metric, by increasing share."""
         sign = 1 if self.maximize else -1
@@ -154,7 +160,7 @@ class Search:
         first = next((t for t in self.trials if not t.fp32), None)
         what = f"level {self.level}, {dtype_name(self.dtype)}"
         lines = [
-            f"{what}: {total - len(self.reasons)} of {total} ops low, {self.share:.1%} of {self.objective}",
+            f"{what}: {total - len(self.reasons)} of {total} ops low, {self.share:.1%} of {self.unit}",
             f"metric {self.metric:.6g} (fp32 {self.baseline:.6g}, asked for {better} {bound:.6g})",
         ]
         if self.confidence is not None:
@@ -208,7 +214,7 @@ class Search:
         bound = self.baseline + (-self.tolerance if self.maximize else self.tolerance)
         points = [pareto.Point(t.share, t.metric, t.holds, f"trial {t.number}: {len(t.fp32)} ops in fp32")
                   for t in self.trials]  # fmt: skip
-        text = pareto.svg(points, [(t.share, t.metric) for t in self.front], self.baseline, bound, self.objective)
+        text = pareto.svg(points, [(t.share, t.metric) for t in self.front], self.baseline, bound, self.unit)
         if path is not None:
             write_text(path, text, what="The plot", error=SearchError)
         return text

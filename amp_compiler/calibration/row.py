@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 
 from ..runtime.record import Range
@@ -26,8 +27,8 @@ class Row:
         gradient: The range of the gradients of its results, times the scale of the loss; None without a loss.
         operands: The ranges of its floating-point arguments, in order.
         number: Which of its module's calls of this op it is, counted from 0 in the graph that has it.
-        operand_gradient: The range of the gradients of its arguments, parameters included, which its backward computes;
-            None without a loss.
+        operand_gradients: The ranges of the gradients of its arguments, parameters included, which its backward
+            computes, in the order of ``operands``; empty for an argument that training computes none for.
     """
 
     node: str
@@ -39,7 +40,7 @@ class Row:
     gradient: Range | None = None
     operands: tuple[Range, ...] = ()
     number: int | None = None
-    operand_gradient: Range | None = None
+    operand_gradients: tuple[Range, ...] = ()
 
     @property
     def max_abs(self) -> float:
@@ -68,14 +69,12 @@ class Row:
 
     def merged(self, other: Row, share: float) -> Row:
         """Return the row of both runs; ``share`` is this run's share of the batches."""
-        wide = max(len(self.operands), len(other.operands))
-        pairs = [(_at(self.operands, place), _at(other.operands, place)) for place in range(wide)]
         return dataclasses.replace(
             self, result=self.result.merged(other.result),
             sensitivity=share * self.sensitivity + (1 - share) * other.sensitivity,
             gradient=_both(self.gradient, other.gradient),
-            operands=tuple(a.merged(b) for a, b in pairs),
-            operand_gradient=_both(self.operand_gradient, other.operand_gradient),
+            operands=_each(self.operands, other.operands),
+            operand_gradients=_each(self.operand_gradients, other.operand_gradients),
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -87,5 +86,5 @@ def _both(one: Range | None, other: Range | None) -> Range | None:
     return one.merged(other) if one is not None and other is not None else one or other
 
 
-def _at(ranges: tuple[Range, ...], place: int) -> Range:
-    return ranges[place] if place < len(ranges) else _NONE
+def _each(some: tuple[Range, ...], others: tuple[Range, ...]) -> tuple[Range, ...]:
+    return tuple(a.merged(b) for a, b in itertools.zip_longest(some, others, fillvalue=_NONE))

@@ -49,7 +49,7 @@ def with_scale(calibration: Calibration, scale: float) -> Calibration:
     rows = tuple(
         dataclasses.replace(
             row, gradient=_times(row.gradient, factor, calibration.dtype),
-            operand_gradient=_times(row.operand_gradient, factor, calibration.dtype),
+            operand_gradients=tuple(r.times(factor, calibration.dtype) for r in row.operand_gradients),
         )
         for row in calibration.rows
     )  # fmt: skip
@@ -66,4 +66,4 @@ def _gradients(calibration: Calibration) -> list[Range]:
     policy = Policy("O2", calibration.dtype)
     rows = [r for r in calibration.rows if r.result.elements > calibration.batches]
     rows = [r for r in rows if policy.classify(r.op).cls in (OpClass.LOW, OpClass.FOLLOW)] or list(calibration.rows)
-    return [g for row in rows for g in (row.gradient, row.operand_gradient) if g is not None and g.max_abs]
+    return [g for row in rows for g in (row.gradient, *row.operand_gradients) if g is not None and g.max_abs]

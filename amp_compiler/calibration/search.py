@@ -19,11 +19,12 @@ from torch import nn
 
 from ..common.errors import AmpError, AmpWarning, ArgumentError, SearchError
 from ..common.messages import first_line, users_frame
+from ..cost.devices import find
 from ..policy import Policy, check_level, check_low_dtype, dtype_name
 from .bisect import Exhausted, Found, find_largest
 from .calibration import Calibration
 from .guard import Guard
-from .items import OBJECTIVES, Item, Work, by_module, find_work, order, policy_for, with_calibration
+from .items import OBJECTIVES, Item, Objective, Work, by_module, find_work, order, policy_for, with_calibration
 from .journal import Journal, key_of
 from .judge import CONFIDENCE, Judge
 from .result import Search, Trial
@@ -39,18 +40,18 @@ Evaluate = Callable[[Any], float]
 
 def run_search(
     model: Any, compile_with: Compile, evaluate: Evaluate, *, tolerance: float, maximize: bool,
-    dtype: torch.dtype | str, level: str, calibration: Calibration | None, objective: str, budget: int,
+    dtype: torch.dtype | str, level: str, calibration: Calibration | None, objective: Objective, budget: int,
     journal: str | os.PathLike[str] | None,
 ) -> Search:  # fmt: skip
     """Search for the policy with the most work in low precision; the arguments are those of ``search_policy``."""
     low = _check(evaluate, tolerance, maximize, dtype, level, calibration, objective, budget)
-    header = {"model": _fingerprint(model), "level": level, "dtype": dtype_name(low), "objective": objective}
+    header = {"model": _fingerprint(model), "level": level, "dtype": dtype_name(low), "objective": _name(objective)}
     trials = _Trials(Policy(level, low), compile_with, evaluate, Guard(model), Journal(journal, header), budget)
     judge = _baseline(trials, tolerance, maximize)
-    work = _work(trials, objective)
+    work = _work(trials, objective, low)
     if calibration is not None:
         work = with_calibration(work, calibration, low)
-    return _Searching(trials, judge, work, calibration is not None, objective).run()
+    return _Searching(trials, judge, work, calibration is not None, _name(objective)).run()
 
 
 def _check(
@@ -65,12 +66,21 @@ def _check(
     if type(budget) is not int or budget < 4:
         raise ArgumentError(f"budget is a number of evaluations and must be at least 4, not {budget!r}.")
     if objective not in OBJECTIVES:
-        raise ArgumentError(f"Unknown objective {objective!r}: choose one of {', '.join(OBJECTIVES)}.")
+        try:
+            find(objective)
+        except ArgumentError as error:
+            raise ArgumentError(
+                f"Unknown objective {objective!r}: choose one of {', '.join(OBJECTIVES)}, or a device. {error}"
+            ) from None
     if calibration is not None and not isinstance(calibration, Calibration):
         raise ArgumentError(f"calibration must be what calibrate returns, not {type(calibration).__name__}.")
     if not Policy(check_level(level)).rewrites:
         raise ArgumentError(f"level {level!r} runs nothing in low precision: there is nothing to search.")
     return check_low_dtype(dtype)
+
+
+def _name(objective: Objective) -> str:
+    return objective if objective in OBJECTIVES else find(objective).name
 
 
 def _fingerprint(model: Any) -> str:
@@ -176,7 +186,7 @@ def _baseline(trials: _Trials, tolerance: float, maximize: bool) -> Judge:
     return judge
 
 
-def _work(trials: _Trials, objective: str) -> Work:
+def _work(trials: _Trials, objective: Objective, low: torch.dtype) -> Work:
     """Return the ops of the model; they are known when everything was low once, or from the journal."""
     known = trials.journal.items
     if known is not None:
@@ -196,7 +206,7 @@ def _work(trials: _Trials, objective: str) -> Work:
             "evaluate did not run the model that it was given: no graph was captured. It must call its argument, not "
             "the original model."
         )
-    work = find_work(graphs, objective)
+    work = find_work(graphs, objective, low)
     trials.journal.set_items([{"total": work.total}, *(item.to_dict() for item in work.items)])
     trials.journal.keep(key, value, time.perf_counter() - start)
     return work

@@ -24,7 +24,7 @@ from torch import fx, nn
 from ..common.errors import AmpError
 from ..policy.scopes import is_inside_call
 from . import wrappers
-from .frames import compile_with, unwatched
+from .frames import compile_with, left_as_plain, unwatched
 from .handle import Backend, clear_dead, is_handle
 from .handle import Handle as Handle
 from .remedies import Reason as Reason
@@ -190,6 +190,15 @@ def with_code_of_users(function: Callable[..., Any]) -> Callable[..., Any]:
     return with_own_code(made)
 
 
+def not_captured(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with a code object of its own, which is run as plain Python; what it calls is captured."""
+    own: Any = function
+    made: Any = FunctionType(own.__code__, own.__globals__, own.__name__, own.__defaults__, own.__closure__)
+    made.__kwdefaults__ = own.__kwdefaults__
+    left_as_plain(with_own_code(made).__code__)
+    return functools.wraps(own)(made)
+
+
 @contextlib.contextmanager
 def capture_settings() -> Iterator[None]:
     """Set Dynamo's options for a call of one of our modules. They are thread-local (torch 2.13)."""
@@ -205,6 +214,20 @@ def capture_settings() -> Iterator[None]:
         yield
     finally:
         torch._dynamo.config.allow_rnn = old
+
+
+@contextlib.contextmanager
+def varying_numbers() -> Iterator[None]:
+    """Have Dynamo treat an int behind a module (``self.trainer.global_step``) as a variable once it has changed,
+    instead of compiling the code for every value. Thread-local (torch 2.13)."""
+    import torch._dynamo
+
+    old = torch._dynamo.config.allow_unspec_int_on_nn_module
+    torch._dynamo.config.allow_unspec_int_on_nn_module = True
+    try:
+        yield
+    finally:
+        torch._dynamo.config.allow_unspec_int_on_nn_module = old
 
 
 @functools.cache
@@ -292,6 +315,13 @@ def _tell_where_autocast_begins() -> None:
 _WRAPPERS = tuple(
     os.path.join(os.path.dirname(torch.__file__), *parts) for parts in (("distributed",), ("nn", "parallel"))
 )
+
+
+def piece_of_code() -> int | None:
+    """Return a number of the code that is being captured, the same if it is captured again; None outside of a capture.
+    Dynamo has no public name for it: a graph does not tell which frame it is from."""
+    known = torch._guards.CompileContext.current_compile_id()
+    return known.frame_id if known is not None else None
 
 
 def break_reason(gm: fx.GraphModule) -> Uncaptured | None:

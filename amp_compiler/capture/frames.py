@@ -44,6 +44,7 @@ from .trampolines import (
 _MODULE_CALL = nn.Module._wrapped_call_impl.__code__
 #: the files whose functions run while the callback is active: these two, and that of the ``Outside`` object
 _OWN_FILES = {__file__, trampolines.__file__}
+_LEFT: set[types.CodeType] = set()  # code that is run as plain Python without asking Dynamo
 _TRIES = 3  # code that fails this many times while it is traced is left as plain Python
 _GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
@@ -65,6 +66,12 @@ def compile_with(outside: Outside | None, function: Callable[..., Any], backend:
     if outside is not None and hasattr(context, "callback"):  # it has none where the environment disables Dynamo
         context.callback = _Callback(context.callback, outside, backend)
     return context(function)
+
+
+def left_as_plain(code: types.CodeType) -> None:
+    """Have the callback leave a code object as plain Python, as if Dynamo had given up on it. What it calls is captured
+    as ever."""
+    _LEFT.add(code)
 
 
 def unwatched(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -221,6 +228,8 @@ class _Callback:
             if not has_tensor_in_frame(frame):
                 return ConvertFrameReturn()  # as Dynamo does, since a logger has many methods
             return guarded(trampoline(code, runner(code, frame.f_globals, self._outside, "captured")))
+        if code in _LEFT:
+            return guarded(trampoline(code, runner(code, frame.f_globals, self._outside, "plain")))
         left = (code, _rounds_left(frame)) if self._handle.unrolls else None
         if left in self._empty:
             return ConvertFrameReturn(apply_to_code=False)

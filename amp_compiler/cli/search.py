@@ -52,7 +52,9 @@ def run(
     ] = None,
     level: c.Level = START,
     dtype: c.Dtype = "float16",
-    objective: Annotated[str, typer.Option("--objective", help="What counts as work: flops or bytes.")] = "flops",
+    objective: Annotated[
+        str, typer.Option("--objective", help="What counts as work: flops, bytes, or the time on a device (a100_80).")
+    ] = "flops",
     budget: Annotated[int, typer.Option("--budget", help="How often the metric may be evaluated.")] = 50,
     journal: Annotated[
         Path | None,

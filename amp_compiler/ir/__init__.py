@@ -71,6 +71,7 @@ from .meta import (
     origin,
 )
 from .provenance import (
+    Calls,
     in_backward,
     inherit_origin,
     inherit_placement,
@@ -155,6 +156,7 @@ __all__ = [
     "WIDE",
     "Aliases",
     "Because",
+    "Calls",
     "Decision",
     "Mode",
     "Origin",

@@ -6,6 +6,7 @@ import functools
 import os
 import re
 from collections import Counter
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -40,19 +41,40 @@ def module_path(node: fx.Node) -> str:
     return stack[-1][0] if stack else ""
 
 
-def number_calls(gm: fx.GraphModule) -> None:
+class Calls:
+    """Numbers the ops of all graphs of a model: those of a further piece of the code, after a graph break, go on where
+    the pieces before it ended, and a piece that is captured anew has the numbers that it had."""
+
+    def __init__(self) -> None:
+        self._ends: Counter[tuple[str, str]] = Counter()
+        self._starts: dict[tuple[Hashable, str, str], int] = {}
+
+    def number(self, gm: fx.GraphModule, piece: Hashable) -> None:
+        """Number the ops of a graph. ``piece``: what identifies the piece of code that it was captured from."""
+        keys = Counter((module_path(n), op_name(n)) for _, g in all_graphs(gm) for n in g.graph.nodes if _is_call(n))
+        starts = {key: self._starts.setdefault((piece, *key), self._ends[key]) for key in keys}
+        number_calls(gm, starts)
+        for key, count in keys.items():
+            self._ends[key] = max(self._ends[key], starts[key] + count)
+
+
+def number_calls(gm: fx.GraphModule, starts: Mapping[tuple[str, str], int] | None = None) -> None:
     """Write on each op which of its module's calls of that op it is (``node.meta["amp_call"]``), in graph order. A
     graph that is numbered keeps its numbers, so that they stay those of the captured graph when a pass removes an
-    op."""
+    op. ``starts``: (module path, op) -> the number of the first call, if it is not 0."""
     if any(CALL in node.meta for node in gm.graph.nodes):
         return
-    counts: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str]] = Counter(starts)
     for _, inner in all_graphs(gm):
         for node in inner.graph.nodes:
-            if node.op == "call_function":
+            if _is_call(node):
                 key = module_path(node), op_name(node)
                 node.meta[CALL] = counts[key]
                 counts[key] += 1
+
+
+def _is_call(node: fx.Node) -> bool:
+    return node.op == "call_function"
 
 
 _TORCH = os.path.dirname(torch.__file__)

@@ -78,7 +78,9 @@ def concrete(size: Any) -> int:
 
 
 def retype(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a fake tensor like ``value`` in another dtype."""
+    """Return a fake tensor like ``value`` in another dtype; ``value`` itself if it has that dtype."""
+    if value.dtype == dtype:
+        return value
     mode = getattr(value, "fake_mode", None)
     if mode is None:
         return torch.empty_strided(value.size(), value.stride(), dtype=dtype, device="meta")

@@ -12,6 +12,7 @@ import torch.distributed._functional_collectives
 from torch import Tensor, fx
 
 from .. import ir
+from ..common.gradients import set_gradient
 from ..rewrite.reduction import Layout, Reduction
 from .agreement import change_together, check_agreement, facts_of, next_key
 from .engine import Engine
@@ -79,7 +80,7 @@ class DataEngine(Engine):
             flat = torch.cat([_gradient(p).to(dtype).reshape(-1) for p in bucket]).div_(self.size)
             dist.all_reduce(flat, group=self.group)
             for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-                parameter.grad = part.view(parameter.shape).to(parameter.dtype)
+                set_gradient(parameter, part.view(parameter.shape).to(parameter.grad_dtype or parameter.dtype))
 
 
 def _gradient(parameter: Tensor) -> Tensor:

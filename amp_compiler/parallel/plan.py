@@ -19,6 +19,7 @@ from ..capture.autodiff import joint_graph
 from ..capture.export import capture_export
 from ..capture.fakes import fake_call
 from ..common.errors import ArgumentError
+from ..common.gradients import LOW
 from ..common.torch_names import pytree
 from ..cost.graph import peak_bytes
 from ..cost.optimizers import find_optimizer
@@ -147,7 +148,8 @@ def _step(
     joint = joint_graph(gm, [n.meta["val"] for n in places], set())
     joint.meta[ir.PARAMETER] = set(names)
     joint.meta[ir.NAMES] = joint.meta[ir.SHARDED] = names
-    ctx = Context(policy, scales_loss=scales, reduction=reduction, sharding=sharding)
+    low = any(_is_trained(n) and n.meta["val"].dtype in LOW for n in places)
+    ctx = Context(policy, scales_loss=scales, updates_in_fp32=low, reduction=reduction, sharding=sharding)
     order.build(order.OF_THIS_CPU).step.run(joint, ctx, [], graph="joint", after="autodiff")
     return joint
 
@@ -188,10 +190,10 @@ def _column(title: str, joint: fx.GraphModule, state: int) -> Column:
     gradients = [n for role, n in zip(joint.meta[ir.ROLE], results, strict=True) if role.kind == "gradient"]
     held = [n for n in joint.graph.nodes if n.op == "placeholder" and n.meta[ir.ROLE].index in joint.meta[ir.PARAMETER]
             and n.meta[ir.ROLE].kind == "primal"]  # fmt: skip
-    numbers = sum(_numel(n) for n in held)
+    kept = sum(_numel(n) * (state + 4 * (n.meta["val"].dtype in LOW)) for n in held)  # with fp32 masters
     return Column(
-        title, sum(_bytes(n) for n in held), sum(_bytes(n) for n in gradients), numbers * state, _activations(joint),
-        peak_bytes(joint) + numbers * state, traffic(joint),
+        title, sum(_bytes(n) for n in held), sum(_bytes(n) for n in gradients), kept, _activations(joint),
+        peak_bytes(joint) + kept, traffic(joint),
     )  # fmt: skip
 
 

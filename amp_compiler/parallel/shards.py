@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..common.gradients import set_gradient
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -39,7 +41,10 @@ class Shard:
     def take(self) -> Tensor:
         """The rows of this process as a graph takes them, with the rows of the gradient so far."""
         gradient: Any = self.parameter.grad
-        self.local.grad = None if gradient is None else gradient._local_tensor
+        if gradient is None:
+            self.local.grad = None
+        else:
+            set_gradient(self.local, gradient._local_tensor)
         return self.local
 
     def give(self) -> None:
@@ -49,7 +54,7 @@ class Shard:
         if rows is None:
             self.parameter.grad = None
         elif held is None or held._local_tensor is not rows:  # type: ignore[attr-defined]
-            self.parameter.grad = self.wrap(rows)
+            set_gradient(self.parameter, self.wrap(rows))
 
     def wrap(self, rows: Tensor) -> Tensor:
         """Rows of this process as a ``DTensor`` like the parameter."""
@@ -111,7 +116,7 @@ def without_gradients(parameters: Sequence[Tensor], memo: dict[int, Any]) -> Ite
         for parameter, gradient in held:
             parameter.grad = gradient
     for parameter, gradient in held:
-        memo[id(parameter)].grad = gradient.detach().clone()
+        set_gradient(memo[id(parameter)], gradient.detach().clone())
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ class Measured(Protocol):
     @property
     def gradient(self) -> Range | None: ...
     @property
-    def operand_gradient(self) -> Range | None: ...
+    def operand_gradients(self) -> Sequence[Range]: ...
     @property
     def sensitivity(self) -> float: ...
 
@@ -85,7 +85,7 @@ def rules_for(
         raise PolicyError(f"Policy.calibrated takes an amp_compiler.Calibration, not {type(calibration).__name__}.")
     found: dict[tuple[str, str, int | None], CallRule] = {}
     several = Counter((row.module, row.op) for row in calibration.rows)
-    bounds = _Bounds(low, margin)
+    bounds = Bounds(low, margin)
     usual = _usual_sensitivity(calibration.rows, standing)
     lost = 0
     for row in calibration.rows:
@@ -101,7 +101,7 @@ def rules_for(
                 found[row.module, row.op, number] = CallRule(row.module, row.op, "float32", number, why)
         elif harmless := _harmless(row, state, bounds, usual, calibration.batches):
             key = row.module, row.op, number
-            found.setdefault(key, CallRule(*key[:2], dtype_name(low), number, harmless))
+            found.setdefault(key, CallRule(*key[:2], dtype_name(low), number, harmless, yields=True))
     if lost:
         warnings.warn(
             f"amp_compiler: no scale of the loss suits all gradients: at {calibration.scale:g}, those of {lost} of "
@@ -111,7 +111,7 @@ def rules_for(
     return list(found.values())
 
 
-class _Bounds:
+class Bounds:
     """What a low-precision dtype holds, with a margin."""
 
     def __init__(self, low: torch.dtype, margin: float) -> None:
@@ -131,7 +131,7 @@ class _Bounds:
 
     def backward(self, row: Measured, scale: float) -> str | None:
         """Return why the gradients of an op do not fit at the scale of the loss; None if they do."""
-        for values in (row.gradient, row.operand_gradient):
+        for values in (row.gradient, *row.operand_gradients):
             if values is None or not values.elements:
                 continue
             at = f" at a loss scale of {scale:g}" if scale != 1 else ""
@@ -141,6 +141,12 @@ class _Bounds:
                 return (f"has gradients up to {values.max_abs:.2g}{at}; {self.name} has its full precision above "
                         f"{self.smallest:.2g}")  # fmt: skip
         return None
+
+    def excess(self, row: Measured) -> float:
+        """Return how many times too large the values or gradients of an op are, or too small, whichever is more."""
+        own = [r for r in (row.result, row.gradient, *row.operand_gradients) if r is not None and r.max_abs]
+        large = [r.max_abs / self.largest for r in (*own, *row.operands)]
+        return max([*large, *(self.smallest / r.max_abs for r in own)], default=0.0)
 
     def loses_nothing(self, ranges: Iterable[Range]) -> bool:
         """True if no value is flushed to zero, with the margin."""
@@ -154,7 +160,7 @@ class _Bounds:
         return f"{verb} {values.max_abs:.2g} in batch {values.batch}{at}; {self.name} holds {self.largest:.6g}{over}"
 
 
-def _harmless(row: Measured, state: Standing, bounds: _Bounds, usual: float, batches: int) -> str | None:
+def _harmless(row: Measured, state: Standing, bounds: Bounds, usual: float, batches: int) -> str | None:
     """Return why an op of the black list can run low: all its values fit, nothing is flushed to zero, and its rounding
     matters no more than that of ops that run low anyway. None if it should stay, as one that returns a single number
     (a loss) always does."""

@@ -22,6 +22,8 @@ class CallRule:
         number: Which of the module's calls of this op, counted from 0 in the order in which they run. None stands for
             all of them.
         reason: Why, for the person who reads a report or the policy's file.
+        yields: True if the rule gives way where the model's code itself casts the op's inputs to fp32, as the
+            low-precision rules of a calibration do.
 
     Examples:
         >>> from amp_compiler import CallRule, Policy
@@ -37,6 +39,7 @@ class CallRule:
     precision: str = "float32"
     number: int | None = None
     reason: str = ""
+    yields: bool = False
 
     def __post_init__(self) -> None:
         for name in ("module", "reason"):
@@ -44,6 +47,8 @@ class CallRule:
                 raise PolicyError(f"The {name} of a call rule must be a text, not {getattr(self, name)!r}.")
         if self.number is not None and (type(self.number) is not int or self.number < 0):
             raise PolicyError(f"The number of a call rule must be 0, 1, 2 … or left out, not {self.number!r}.")
+        if type(self.yields) is not bool:
+            raise PolicyError(f"yields of a call rule must be true or false, not {self.yields!r}.")
         object.__setattr__(self, "op", canonical(self.op))
         object.__setattr__(self, "precision", dtype_name(precision_dtype(self.precision)))
 
@@ -53,11 +58,12 @@ class CallRule:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields for a policy file; those that say nothing are left out."""
         fields = {"module": self.module, "op": self.op, "number": self.number, "precision": self.precision}
-        return {key: value for key, value in {**fields, "reason": self.reason or None}.items() if value is not None}
+        told = {"reason": self.reason or None, "yields": self.yields or None}
+        return {key: value for key, value in {**fields, **told}.items() if value is not None}
 
 
 #: the fields of a rule in a policy file, and those that must be there
-FIELDS, REQUIRED = ("module", "op", "number", "precision", "reason"), ("module", "op", "precision")
+FIELDS, REQUIRED = ("module", "op", "number", "precision", "reason", "yields"), ("module", "op", "precision")
 
 
 def call_name(module: str, op: str, number: int | None = None) -> str:

@@ -80,6 +80,8 @@ class Context:
     accumulates: bool = False
     #: a training step: the loss is multiplied by a scale, and the gradients are divided by it
     scales_loss: bool = True
+    #: a training step: some parameters are stored in low precision, and their updates are made in fp32
+    updates_in_fp32: bool = False
     #: a training step: a part of the forward runs again in the backward (activation checkpointing)
     recomputes: bool = False
     #: a training step: how its gradients are averaged over processes; None in a single process, and in the graph of a

@@ -10,6 +10,9 @@ EAGER = Condition("the eager backend", lambda ctx: ctx.backend == "eager")
 #: with one batch per update there is nothing to gain, and copies would live longer
 ACCUMULATES = Condition("several micro-batches per update", lambda ctx: ctx.accumulates)
 SCALES_LOSS = Condition("a loss scale", lambda ctx: ctx.scales_loss)
+UPDATES_IN_FP32 = Condition(
+    "low-precision parameters that are updated in fp32", lambda ctx: ctx.updates_in_fp32, asked=True
+)
 #: torch's partitioner, which decides what is recomputed, accepts functional graphs only
 RECOMPUTES_NOTHING = Condition("a step without activation checkpointing", lambda ctx: not ctx.recomputes)
 KNOWS_COSTS = Condition("a device, whose costs are known", lambda ctx: ctx.costs is not None, asked=True)

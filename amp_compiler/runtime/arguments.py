@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..common import logs
-from ..common.errors import ArgumentError, PolicyError
+from ..common.errors import AmpError, ArgumentError, PolicyError
 from ..common.messages import nearest_path
 from ..common.torch_names import inside_ddp
 from ..cost.device import Device
@@ -163,3 +163,15 @@ def call_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
             raise ArgumentError("inputs as a dict are the model's keyword arguments: its keys must be names.")
         return (), dict(inputs)
     return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
+
+
+def split_batch(batch: Any, number: int, error: type[AmpError] = ArgumentError) -> tuple[Any, Any]:
+    """Return (inputs, targets) of a batch that a loader gave: a pair, or inputs alone. ``number``: for the error."""
+    if not isinstance(batch, (tuple, list)):
+        return batch, None
+    if not 1 <= len(batch) <= 2:
+        raise error(
+            f"Batch {number} has {len(batch)} parts: a batch is (inputs, targets), with a tuple of several inputs as "
+            "((x, mask), targets)."
+        )
+    return (batch[0], batch[1]) if len(batch) == 2 else (batch[0], None)

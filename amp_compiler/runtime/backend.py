@@ -81,6 +81,7 @@ class Backend:
         paths = paths_of(self.target)
         graph = lower(gm, example_inputs, self.options.policy, paths, inside=self.state.running.inside,
                       given_low=self.given_low)  # fmt: skip
+        self.state.calls.number(graph, dynamo.piece_of_code())
         graph.meta[ir.STATE] = effects.kept_values(gm, example_inputs)
         self.mark_wide(gm, graph, example_inputs)
         self.mark_low(gm, graph, example_inputs)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..capture import dynamo
 from ..capture.wrappers import given_low, is_own_break, is_wrapped, units_note
@@ -20,6 +21,7 @@ from ..common.torch_names import is_any_autocast_enabled
 from ..policy import dtype_name
 from ..policy.scopes import Surroundings, inside_call
 from .backend import Backend
+from .low_parameters import warn_if_low
 from .options import Options
 from .outside import Uncaptured
 from .regions import suspended
@@ -38,6 +40,8 @@ class Captured:
     ) -> None:  # fmt: skip
         self.options, self.state, self._wide = options, state, wide
         self._backend = backend or Backend(target, options, state)
+        #: a model that an optimizer may train that we don't know, until a call in training mode has looked at it
+        self._trained_elsewhere = target if backend is None and isinstance(target, nn.Module) else None
         leaves_code = not options.fullgraph and options.policy.rewrites
         self._outside = Uncaptured(target, options, state, self._backend) if leaves_code else None
         self._wrapped = state.handed.notes_low = is_wrapped(target)
@@ -92,6 +96,9 @@ class Captured:
         elif len(state.pieces) > pieces:
             breaks = before.breaks_since()
             state.missed(reason for reason in breaks if not (self._wrapped and is_own_break(reason)))
+        if self._trained_elsewhere is not None and torch.is_grad_enabled() and self._trained_elsewhere.training:
+            warn_if_low(self._trained_elsewhere, state)
+            self._trained_elsewhere = None
         if self._outside is not None and self._outside.over_limit:
             self._over_limit(self._outside)
         return result

@@ -200,6 +200,15 @@ def sample_step(elements: int) -> int:
     return max(elements >> 16, 1) | 1
 
 
+def sample_of(tensor: Tensor) -> Tensor:
+    """Return an even sample of at least 2**13 elements, for shares that need not be exact; all of them if they are
+    fewer, or sparse."""
+    if tensor.layout is not torch.strided:
+        return tensor
+    values = flattened(tensor.detach())[0]
+    return values[:: max(values.numel() >> 14, 1) | 1]
+
+
 def flattened(tensor: Tensor, order: Sequence[int] | None = None) -> tuple[Tensor, list[int]]:
     """Return the elements in the order of memory, without a copy where that is possible, and the order of the
     dimensions by which another tensor of the shape is flattened in the same way."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .. import ir
 from ..capture import dynamo
 from ..common.errors import AmpWarning
 from ..common.logs import log
@@ -59,6 +60,7 @@ class State:
     warned: set[str] = field(default_factory=set)
     work: Work | None = None  # measured on request
     running: _Running = field(default_factory=_Running)
+    calls: ir.Calls = field(default_factory=ir.Calls)  # which call of an op each node of the graphs is
     handed: Handed = field(default_factory=Handed)  # wide values that pieces of that call returned
 
     def missed(self, reasons: Iterable[dynamo.Reason]) -> None:

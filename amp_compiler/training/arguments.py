@@ -11,11 +11,19 @@ from torch import nn
 
 from ..common.errors import AmpWarning, ArgumentError
 from ..common.messages import users_frame
+from ..common.notice import tell
 from ..ir.nesting import compiled_policy
 from ..policy import dtype_name
+from ..runtime.low_parameters import trained_low_dtype
+from .masters import METHODS
 from .scaler_base import LossScaler
 from .scalers import DynamicLossScaler, StaticLossScaler
 
+_TOLD: dict[bool | str, str] = {
+    True: "the optimizer updates fp32 masters of them, which it keeps in its state",
+    "stochastic": "their updates are made in fp32 and rounded stochastically",
+    "kahan": "their updates are made in fp32, and what the rounding loses is kept",
+}
 _SCALERS = 'loss_scaler is "dynamic", a DynamicLossScaler, a StaticLossScaler, a number (a fixed scale) or None'
 
 
@@ -31,8 +39,11 @@ def check_model(model: Any) -> None:
         )
 
 
-def check_numbers(accumulate_steps: Any, max_grad_norm: Any) -> None:
-    """Raise unless ``accumulate_steps`` is a positive int and ``max_grad_norm`` a positive number or None."""
+def check_numbers(accumulate_steps: Any, max_grad_norm: Any, health_every: Any = None) -> None:
+    """Raise unless ``accumulate_steps`` is a positive int, ``max_grad_norm`` a positive number or None, and
+    ``health_every`` a positive int or None."""
+    if health_every is not None and (type(health_every) is not int or health_every < 1):
+        raise ArgumentError(f"health_every must be a whole number of at least 1 or None, not {health_every!r}.")
     if isinstance(accumulate_steps, bool) or not isinstance(accumulate_steps, int) or accumulate_steps < 1:
         raise ArgumentError(f"accumulate_steps must be a whole number of at least 1, not {accumulate_steps!r}.")
     if max_grad_norm is not None and (
@@ -59,18 +70,36 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
         )
 
 
-def warn_of_low_parameters(model: nn.Module) -> None:
-    """Warn if parameters are stored in low precision, where small updates are lost."""
-    low = next(
-        (p.dtype for p in model.parameters() if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16)), None
-    )
-    if low is not None:
-        warnings.warn(
-            f"The model's parameters are {dtype_name(low)}: without fp32 master weights, small updates are lost to "
-            "rounding and gradients are rounded too. Pass the model in fp32 (model.float()).",
-            AmpWarning,
-            stacklevel=users_frame(),
+def check_method(master_weights: Any) -> None:
+    """Raise unless ``master_weights`` is one of the ways to update low-precision parameters."""
+    if not any(master_weights is method or master_weights == method != 1 for method in METHODS):
+        raise ArgumentError(f'master_weights is True, False, "stochastic" or "kahan", not {master_weights!r}.')
+
+
+def check_method_of_parts(master_weights: bool | str) -> None:
+    """Raise if parameters of which each process has a part cannot be updated like this."""
+    if master_weights == "stochastic":
+        raise ArgumentError(
+            'master_weights="stochastic" draws random numbers for whole parameters, and parallel=Sharded(...) divides '
+            'them: use "kahan", or True, whose masters are divided too.'
         )
+
+
+def tell_of_low_parameters(model: nn.Module, method: bool | str) -> None:
+    """Tell how parameters that are stored in low precision are updated; warn if small updates are lost."""
+    low = trained_low_dtype(model)
+    if low is None:
+        return
+    if method is not False:
+        tell(f"parameters are {dtype_name(low)}: {_TOLD[method]} (master_weights={method!r})")
+        return
+    warnings.warn(
+        f"The model's parameters are {dtype_name(low)}: with master_weights=False, small updates are lost to rounding "
+        'and gradients are rounded too. Leave master_weights=True, or use "stochastic" or "kahan", which need less '
+        "memory.",
+        AmpWarning,
+        stacklevel=users_frame(),
+    )
 
 
 def make_scaler(asked: Any) -> LossScaler | None:

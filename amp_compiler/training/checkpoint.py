@@ -17,10 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from ..common.errors import AmpWarning, CheckpointError
+from ..common.gradients import LOW, set_gradient
 from ..common.messages import users_frame
 from ..common.torch_names import loads_by_itself
 from ..policy import Policy, dtype_name
 from .fresh import full_state_dict
+from .masters import LowWeights
 from .owner import Owner
 from .scaler_base import LossScaler
 from .window import Window, rng_state, set_rng_state
@@ -29,6 +31,8 @@ FORMAT = "amp_compiler.TrainStep"
 VERSION = 1
 CONTENTS = "contents"
 _UNCHANGED = "Nothing was changed."
+#: a run may continue with its weights in another of these dtypes
+_ROUNDED = {torch.float32, *LOW}
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ class Run:
     window: Window
     device: torch.device
     policy: Policy
+    weights: LowWeights
     #: of this process, where each has a part of the parameters; None if each has all
     part: int | None = None
 
@@ -50,13 +55,14 @@ def collect(run: Run) -> dict[str, Any]:
     window = run.window
     waiting = window.done > 0
     gradients = {name: p.grad.clone() for name, p in _named(run).items() if p.grad is not None} if waiting else {}
+    optimizer = run.owner.optimizer
     state = {
         "format": FORMAT,
         "version": VERSION,
         "model": run.owner.model.state_dict(),
         "loss_fn": run.owner.loss_fn.state_dict() if isinstance(run.owner.loss_fn, nn.Module) else None,
         "others": {name: p.detach() for name, p in run.owner.others().items()},
-        "optimizer": run.owner.optimizer.state_dict() if run.part is None else full_state_dict(run.owner.optimizer),
+        "optimizer": optimizer.state_dict() if run.part is None else full_state_dict(optimizer, run.weights),
         "scaler": None if run.scaler is None else run.scaler.state_dict(),
         "classes": _classes(run),
         "window": {
@@ -72,7 +78,9 @@ def collect(run: Run) -> dict[str, Any]:
         "policy": {"short": _short(run.policy), "text": run.policy.to_toml()},
     }
     if run.part is not None:
-        state["fresh"] = not run.owner.optimizer.state
+        state["fresh"] = not optimizer.state
+    if rounding := run.weights.state_dict():
+        state["rounding"] = rounding
     return {**state, CONTENTS: dict(_contents(_common(state)))}
 
 
@@ -89,6 +97,9 @@ def restore(run: Run, state: Any) -> None:
     _check_window(run, state["window"])
     rng = _own_rng(run, state["rng"])
     _check_rng(rng)
+    rounding = state.get("rounding", {})
+    for numbers in rounding.values():
+        _check_rng([numbers])
     optimizer = copy.deepcopy(state["optimizer"])  # torch would keep using the dictionary's own tensors
     if state.get("fresh"):
         optimizer["state"] = {}
@@ -108,6 +119,8 @@ def restore(run: Run, state: Any) -> None:
     with torch.no_grad():
         for name, tensor in run.owner.others().items():
             tensor.copy_(state["others"][name])
+        run.weights.adopt(run.owner.optimizer, _saved_values(run, state))
+        run.weights.load_state_dict(rounding)
     _load_window(run, state["window"])
     set_rng_state(rng, run.device)
     _compare_policies(run.policy, state.get("policy"))
@@ -183,6 +196,15 @@ def _named(run: Run) -> dict[str, Tensor]:
     return {name: p for name, p in named.items() if id(p) in trained}
 
 
+def _saved_values(run: Run, state: Mapping[str, Any]) -> dict[int, Tensor]:
+    """Return what the checkpoint has for every parameter, by the id of the parameter here."""
+    found = {id(p): state["others"][name] for name, p in run.owner.others().items()}
+    for module, given in ((run.owner.model, state["model"]), (run.owner.loss_fn, state["loss_fn"])):
+        if isinstance(module, nn.Module):
+            found |= {id(p): given[key] for key, p in module.state_dict(keep_vars=True).items()}
+    return {key: value for key, value in found.items() if isinstance(value, Tensor)}
+
+
 # ------------------------------------------------------------------------------------------------ checks
 
 
@@ -250,7 +272,8 @@ def _check_tensors(what: str, own: Mapping[str, Any], state: Mapping[str, Any] |
         if not told and isinstance(value, Tensor):
             other = given[key]
             here, there = (f"{dtype_name(t.dtype)}{list(t.shape)}" for t in (value, other))
-            told = [f"{key} is {there} there and {here} here"] * (here != there)
+            rounds = value.shape == other.shape and {value.dtype, other.dtype} <= _ROUNDED
+            told = [f"{key} is {there} there and {here} here"] * (here != there and not rounds)
     if told:
         raise CheckpointError(f"{what} of the checkpoint is a different one: {' and '.join(told)}. {_UNCHANGED}")
 
@@ -292,7 +315,9 @@ def _check_window(run: Run, state: Mapping[str, Any]) -> None:
         if name not in named or gradient.shape != named[name].shape:
             raise CheckpointError(f"The checkpoint's gradient of {name} does not fit the model. {_UNCHANGED}")
     for name, value in state["saved"].items():
-        if name in buffers and (value.shape, value.dtype) != (buffers[name].shape, buffers[name].dtype):
+        rounds = name in buffers and {value.dtype, buffers[name].dtype} <= _ROUNDED
+        dtype = buffers[name].dtype if rounds else value.dtype
+        if name in buffers and (value.shape, dtype) != (buffers[name].shape, buffers[name].dtype):
             raise CheckpointError(f"The checkpoint's copy of {name} does not fit the model. {_UNCHANGED}")
 
 
@@ -319,10 +344,15 @@ def _load_window(run: Run, state: Mapping[str, Any]) -> None:
     window, device = run.window, run.device
     window.done, window.number = state["done"], state["number"]
     window.batches, window.held = [], {}
-    window.saved = {name: t.to(device, copy=True) for name, t in state["saved"].items()}
+    own = run.owner.buffers()
+    window.saved = {name: t.to(device, own.get(name, t).dtype, copy=True) for name, t in state["saved"].items()}
+    window.widened = window.wide
     if window.done:
         window.scale = None if state["scale"] is None else state["scale"].to(device, copy=True)
         window.found = None if state["found"] is None else state["found"].to(device, copy=True)
         for name, parameter in _named(run).items():
             gradient = state["gradients"].get(name)
-            parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
+            if gradient is None:
+                parameter.grad = None
+            else:
+                set_gradient(parameter, gradient.to(parameter.device, window.gradient_dtype(parameter), copy=True))

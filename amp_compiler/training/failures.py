@@ -43,6 +43,12 @@ def is_exchanged_by_autograd(owner: Owner) -> bool:
     return inside_ddp(owner.model) is not None or any(map(_is_users_dtensor, owner.parameters()))
 
 
+def has_own_gradients(owner: Owner) -> bool:
+    """Whether a wrapper of the user's makes the gradients, in the dtype of the parameters."""
+    wrappers = ("torch.nn.parallel", "torch.distributed")
+    return is_exchanged_by_autograd(owner) or any(type(m).__module__.startswith(wrappers) for m in owner.modules())
+
+
 def _is_users_dtensor(parameter: Tensor) -> bool:
     """Whether the user sharded the parameter; what ``parallel=Sharded()`` divides is exchanged inside the graph."""
     return is_dtensor(parameter) and not is_divided(parameter)

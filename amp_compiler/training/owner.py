@@ -65,6 +65,10 @@ class Owner(Holder):
             named.update((f"loss_fn.{name}", p) for name, p in self.loss_fn.named_parameters())
         return named
 
+    def names(self) -> dict[int, str]:
+        """Return the names of the parameters by the ids of their tensors."""
+        return {id(tensor): name for name, tensor in self.named_parameters().items()}
+
     def named_trained(self) -> dict[str, Tensor]:
         """Everything that is trained or gets a gradient, by a name that another process gives it too."""
         return {**{name: p for name, p in self.named_parameters().items() if p.requires_grad}, **self.others()}

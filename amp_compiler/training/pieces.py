@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from ..capture.placed import restored
+from ..common.gradients import LOW
 from ..common.torch_names import no_autocast
 from ..kernels.unscale import unscale_
 from ..runtime.backend import Backend
@@ -57,12 +58,15 @@ class Pieces:
         window.hold(self.owner.attributes())
         before = [p.grad for p in parameters]
         try:
+            if window.widened:  # see Window.hidden
+                window.release(p for p in parameters if p.dtype in LOW)
             answer = Answer(*self.captured(args, kwargs, targets))
             check_loss(answer.loss, self.owner.loss_fn)
             loss: Tensor = answer.loss
             window.release(parameters)
             if window.done == 0:
                 before = [None] * len(parameters)
+            window.widen(parameters)
             with no_autocast():
                 scaled = loss if window.scale is None else loss * window.scale
                 (scaled / window.size if window.size > 1 else scaled).backward()

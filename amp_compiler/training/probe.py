@@ -175,9 +175,9 @@ class Watching(fx.Interpreter):
             result = self.call_function(n.target, args, kwargs)
         else:
             result = self.run_op(n, args, kwargs)
+            if n.op == "placeholder":
+                args = (result,)
             result = _widen(result) if in_fp32 else result
-        if n.op == "placeholder":
-            args = (result,)
         if n.op == "placeholder" and is_float(result) and result.is_leaf and result.requires_grad:
             result = result.view_as(result)  # keeps the hook off the user's own parameter
         if n.op != "output" and not isinstance(result, fx.GraphModule):

@@ -39,7 +39,7 @@ def explain_last_update(
     batch = batch or next((b for b in window.batches if b.lost()), None)
     if batch is None or captured is None:
         return Overflow(_nothing(window))
-    scale = 1.0 if window.scale is None else float(window.scale)
+    scale = window.last_scale()
     parameters = [whole.get(id(p), p) for p in owner.parameters() if p.requires_grad]
     _, plain, _ = _look(captured, probe, owner, window, batch, parameters, 1.0)
     loss, gradients, seen = _look(captured, probe, owner, window, batch, parameters, scale)

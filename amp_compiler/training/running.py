@@ -70,7 +70,7 @@ class Running:
         if reason is None:
             whole = self.whole or self._capture_whole()
             try:
-                with self.engine.stand_ins():
+                with self.engine.stand_ins(), self.window.hidden(self.owner.parameters()):
                     found = Answer(*whole(args, kwargs, targets))
                 self.whole = whole
                 return found

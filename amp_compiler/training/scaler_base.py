@@ -134,11 +134,23 @@ class LossScaler(TorchScaler):
                 f"step() found no gradient at all in this {_name(optimizer)}. Call scale(loss).backward() before it, "
                 "with no zero_grad() in between, and check that not all parameters are frozen (requires_grad=False)."
             )
-        result, taken = apply_update(optimizer, use.found, grad_scale=grad_scale, args=args, kwargs=kwargs)
+        result, use.taken = apply_update(optimizer, use.found, grad_scale=grad_scale, args=args, kwargs=kwargs)
         use.stage = Stage.STEPPED
-        if taken is False:
+        if use.taken is False:
             self._look(3)  # the host has just waited, so one more number costs nothing
         return result
+
+    def is_unscaled(self, optimizer: Optimizer) -> bool:
+        """True if the gradients of ``optimizer`` were unscaled since the last update."""
+        use = self._uses.get(id(optimizer))
+        return use is not None and use.stage is not Stage.READY
+
+    def was_skipped(self, optimizer: Optimizer) -> bool:
+        """True if ``step`` skipped ``optimizer``; ask before ``update``. Waits for the device if that is fused."""
+        use = self._uses.get(id(optimizer))
+        if use is None or use.found is None:
+            return False
+        return not use.taken if use.taken is not None else bool(use.found.item())
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adapt the scale, once after the steps of all optimizers; or set it to ``new_scale``. No host sync.
@@ -151,7 +163,7 @@ class LossScaler(TorchScaler):
         scale = self._existing("update")
         if new_scale is not None:
             self._set(scale, new_scale)
-            self._end_iteration()
+            self.forget()
         else:
             found = [use.found for use in self._uses.values() if use.found is not None]
             if not found:
@@ -212,7 +224,7 @@ class LossScaler(TorchScaler):
         else:
             stuck.add_(1).mul_(found)
         self._rescale(scale, found)
-        self._end_iteration()
+        self.forget()
 
     def scale_on(self, device: torch.device | str | int) -> Tensor:
         """Return the scale on ``device``: an fp32 tensor of no dimensions that follows every later change. Do not write
@@ -330,7 +342,8 @@ class LossScaler(TorchScaler):
             use = self._uses[id(optimizer)] = Use(optimizer)
         return use
 
-    def _end_iteration(self) -> None:
+    def forget(self) -> None:
+        """Begin a new iteration without an update, after one that was broken off."""
         self._uses = {}
         for replica in self._replicas.values():
             replica.copy_(self._numbers.tensors["scale"], non_blocking=True)

@@ -33,6 +33,7 @@ class Use:
     optimizer: Optimizer  # kept alive, so that no other optimizer gets its id meanwhile
     stage: Stage = Stage.READY
     found: Tensor | None = None  # 1.0 if a gradient was not finite, on the scale's device
+    taken: bool | None = None  # whether the step was taken; None if the host doesn't know
 
 
 class Numbers:
@@ -88,6 +89,13 @@ class TorchScaler(torch.amp.GradScaler):
         self._numbers = Numbers(scale, device)
         self._uses: dict[int, Use] = {}
         self._enabled = enabled
+
+    def overflow_flag(self, optimizer: Optimizer) -> Tensor | None:
+        """Return what ``unscale_`` or ``step`` has found in the gradients of ``optimizer`` since the last update: an
+        fp32 tensor of no dimensions, 1.0 if one was not finite. None if neither has seen gradients. No host sync.
+        """
+        use = self._uses.get(id(optimizer))
+        return None if use is None else use.found
 
     @property
     def _scale(self) -> Tensor | None:  # type: ignore[override]

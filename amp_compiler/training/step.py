@@ -25,16 +25,21 @@ from ..runtime.options import Options
 from ..runtime.work import Work
 from .arguments import check_optimizer
 from .checkpoint import Run, collect, restore
+from .failures import has_own_gradients
+from .health import Health
+from .health_watch import HealthWatch
 from .loss_watch import LossWatch
+from .masters import LowWeights
 from .overflow import Overflow
 from .owner import Owner
+from .probe import Watcher
 from .rerun import explain_last_update
 from .results import StepResult
 from .running import Running
 from .scaler_base import LossScaler
 from .scalers import DynamicLossScaler
 from .stuck import warn_if_stuck
-from .underflow import Underflow, explain_underflow
+from .underflow import Underflow, explain_underflow, run_in_fp32
 from .update import apply_update
 from .window import Batch, Window, multiply_, rng_state
 
@@ -72,16 +77,23 @@ class TrainStep:
         max_grad_norm: float | None,
         return_output: bool = False,
         engine: Engine | None = None,
+        master_weights: bool | str = True,
+        *,
+        health_every: int | None = None,
     ) -> None:
         self.model, self.loss_fn = model, loss_fn
         self.scaler, self.accumulate_steps, self.max_grad_norm = scaler, accumulate_steps, max_grad_norm
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._window = Window(accumulate_steps, self._device)
         self._owner, self._engine = Owner(model, loss_fn, optimizer), engine or Engine()
+        self._weights = LowWeights(master_weights)
+        self._weights.attach(optimizer)
+        self._window.wide = master_weights is not False and not has_own_gradients(self._owner)
         self._running = Running(self._owner, options, self._window, self._engine, return_output)
         self._loss = torch.full((), float("nan"), device=self._device)  # of the last batch
         self._loss_finite = self._loss.isfinite()
         self._loss_watch = LossWatch(self._device)
+        self._health = HealthWatch(health_every)
         self._one = torch.ones((), device=self._device)
         self._false = torch.zeros((), dtype=torch.bool, device=self._device)
         self._true = torch.ones((), dtype=torch.bool, device=self._device)
@@ -94,6 +106,8 @@ class TrainStep:
     @optimizer.setter
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         check_optimizer(optimizer, self.model)
+        self._weights.hand_over(self._owner.optimizer, optimizer)
+        self._weights.attach(optimizer)
         self._owner.optimizer = optimizer
 
     # ------------------------------------------------------------------------------------------- calling
@@ -150,6 +164,7 @@ class TrainStep:
         left = {name: p for name, p in self._owner.named_trained().items() if name not in done}
         if done and all(p.grad is None for p in left.values()):
             return
+        self._window.widen(left.values())
         self._engine.reduce_(left)
         with torch.no_grad():
             self._window.see_reduced(all_finite(self._gradients()), self._owner.state())
@@ -164,15 +179,20 @@ class TrainStep:
         if self.max_grad_norm is not None:
             with torch.no_grad():
                 multiply_(self._gradients(), torch.clamp(self.max_grad_norm / (result.grad_norm + 1e-6), max=1.0))
+        self._health.begin(self.optimizer, self._owner, window)
         if window.found is None:
-            self.optimizer.step()
+            with self._weights.updating(self.optimizer):
+                self.optimizer.step()
             self._loss_watch.end(norm.isfinite(), host_has_waited=False)
         else:
-            _, taken = apply_update(self.optimizer, window.found)
+            with self._weights.updating(self.optimizer):
+                _, taken = apply_update(self.optimizer, window.found)
             assert self.scaler is not None
             self.scaler.adapt(window.found.view(()))
             self._loss_watch.end(result.updated, host_has_waited=taken is not None)
             warn_if_stuck(self.scaler, self._explain, waited=taken is False)
+        self._health.end(self._owner, window, self._look)
+        window.narrow(self._owner.parameters())
         return result
 
     def _result(self, loss: Tensor, norm: Tensor, *, updated: bool) -> StepResult:
@@ -234,7 +254,7 @@ class TrainStep:
                 self._running.state.measure(lambda: captured(args, kwargs, targets), self.model)
             else:
                 self._running.state.work = Work({"captured": 1.0, "autocast": 0.0, "float32": 0.0})
-        return self._running.state.report(self.policy, graph)
+        return self._health.noted(self._running.state.report(self.policy, graph), self._window, self.policy.low)
 
     def explain_overflow(self) -> Overflow:
         """Explain a skipped update, or a loss that is not finite.
@@ -261,6 +281,28 @@ class TrainStep:
         with self._engine.gathered() as whole:
             given = (self._owner, self._window, self.policy.low, whole)
             return explain_underflow(self._running.captured, self._running.probe, *given)
+
+    def health(self) -> Health:
+        """Tell how much of the training is lost to rounding: per parameter the share of updates that are too small to
+        move it and of gradients that are flushed to zero at the present scale, per op the share of results near the
+        limits of their dtype, and what to do about each.
+
+        With ``health_every=n`` of ``compile_train_step``, every n-th update is sampled, and the figures are those of
+        the last samples. Otherwise they are those of the last update: its batch runs once more in fp32, and an update
+        by the gradients that are there is made on a copy of the optimizer. The result prints as a short text, is False
+        in a condition if nothing is worth a line, and has ``to_json()`` and ``to_html()``. The state of the run is not
+        changed. With ``parallel=Sharded(...)`` all processes must call it together.
+        """
+        look = self._look if self._window.batches and self._running.captured is not None else None
+        updating = LowWeights(self._weights.method).updating  # of its own, whose random numbers are not the run's
+        return self._health.health(self.optimizer, self._owner, self._window, self.policy.low, look, updating)
+
+    def _look(self, watcher: Watcher) -> None:
+        """Run the last batch once more, in fp32."""
+        captured = self._running.captured
+        assert captured is not None
+        with self._engine.gathered() as whole:
+            run_in_fp32(captured, self._running.probe, self._owner, self._window, whole, watcher)
 
     def _explain(self) -> Overflow:
         floor = self.scaler._floor if isinstance(self.scaler, DynamicLossScaler) else None
@@ -300,7 +342,7 @@ class TrainStep:
         restore(self._run_state(), state)
 
     def _run_state(self) -> Run:
-        return Run(self._owner, self.scaler, self._window, self._device, self.policy, self._engine.part)
+        return Run(self._owner, self.scaler, self._window, self._device, self.policy, self._weights, self._engine.part)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainStep:
         """Return an independent step with copies of model, optimizer and scaler, captured again at its first call."""
@@ -310,7 +352,11 @@ class TrainStep:
         own = (self.accumulate_steps, self.max_grad_norm, self._running.return_output)
         owner = Owner(model, loss_fn, optimizer)
         engine = self._engine.copied(owner.named_parameters(), list(owner.modules()), optimizer)
-        twin = TrainStep(model, loss_fn, optimizer, self._running.options, scaler, *own, engine)
+        more = (engine, self._weights.method)
+        twin = TrainStep(
+            model, loss_fn, optimizer, self._running.options, scaler, *own, *more, health_every=self._health.every
+        )
+        twin._weights.load_state_dict(self._weights.state_dict())
         memo[id(self)] = twin
         window = self._window
         for name in ("number", "done", "scale", "found", "saved"):

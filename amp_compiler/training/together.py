@@ -13,8 +13,9 @@ from .scaler_base import LossScaler
 
 
 def start_together(
-    engine: Engine, owner: Owner, policy: Policy, scaler: LossScaler | None, accumulate_steps: int, max_norm: Any
-) -> None:
+    engine: Engine, owner: Owner, policy: Policy, scaler: LossScaler | None, accumulate_steps: int, max_norm: Any,
+    master_weights: bool | str, health_every: int | None,
+) -> None:  # fmt: skip
     """Compare what every process was given, then take over the parameters and buffers of the first one."""
     from ..parallel.agreement import fingerprint
     from ..parallel.data import DataEngine
@@ -31,6 +32,8 @@ def start_together(
         "the model": f"{len(tensors)} parameters and buffers (fingerprint {fingerprint(', '.join(described))})",
         "accumulate_steps": str(accumulate_steps),
         "max_grad_norm": str(max_norm),
+        "master_weights": str(master_weights),
+        "health_every": str(health_every),
         "loss_scaler": "None" if scaler is None else f"{type(scaler).__name__} at {scaler.get_scale():g}",
         "the optimizer": type(owner.optimizer).__name__,
         **{f"tensor {i}": text for i, text in enumerate(described)},

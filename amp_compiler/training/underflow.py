@@ -12,10 +12,10 @@ from torch import Tensor, fx
 
 from .. import ir
 from ..policy import dtype_name
-from ..runtime.record import Range, Tally, merge
+from ..runtime.record import Range, Tally, merge, sample_of
 from .overflow import users_line
 from .owner import Owner
-from .probe import Probe, Watching, is_float
+from .probe import Probe, Watcher, Watching, is_float
 from .rerun import undisturbed
 from .window import Window, set_rng_state
 
@@ -48,7 +48,7 @@ class Underflow:
 
 
 @dataclass
-class _Gradient:
+class Gradient:
     """The gradients of one value that the step holds in low precision. ``order``: when they came."""
 
     node: fx.Node
@@ -58,38 +58,40 @@ class _Gradient:
 
 
 @dataclass
-class _Flushed:
-    """Watches a graph that runs in fp32 and records the gradients of the values that the step holds in ``low``."""
+class Flushed:
+    """Watches a graph that runs in fp32 and records the gradients of the values that the step holds in low precision.
 
-    low: torch.dtype
+    ``names``: of the parameters, by id. ``sampled``: of a large gradient, an even sample is enough.
+    """
+
     scale: float
     names: Mapping[int, str]
-    seen: list[_Gradient] = field(default_factory=list)
+    sampled: bool = False
+    seen: list[Gradient] = field(default_factory=list)
     given: dict[fx.Node, str] = field(default_factory=dict)  # input -> the parameter that it is
     count: int = 0
     in_fp32: bool = True
 
     def watch(self, node: fx.Node, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if node.op == "placeholder" and is_float(result):
-            base = result._base if result._base is not None else result
-            self.given[node] = self.names.get(id(base), "")
+            self.given[node] = self.names.get(id(args[0]), "")
         traced = ir.tensor_of(node)
         if not is_float(result) or not result.requires_grad or traced is None or traced.dtype not in ir.LOW_DTYPES:
             return
-        found = _Gradient(node, Tally(traced.dtype, self.scale), self._parameter(node))
+        found = Gradient(node, Tally(traced.dtype, self.scale), self.parameter(node))
         self.seen.append(found)
         result.register_hook(lambda gradient: self._add(found, gradient))
 
-    def _parameter(self, node: fx.Node) -> str:
-        """Return the parameter of which a node is the low-precision copy."""
-        source = node.args[0] if ir.is_float_cast(node) and node.args else None
+    def parameter(self, node: fx.Node) -> str:
+        """Return the parameter that a node is, if it is stored in low precision, or is the low-precision copy of."""
+        source = node.args[0] if ir.is_float_cast(node) and node.args else node
         return self.given.get(source, "") if isinstance(source, fx.Node) else ""
 
-    def _add(self, found: _Gradient, gradient: Tensor | None) -> None:
+    def _add(self, found: Gradient, gradient: Tensor | None) -> None:
         self.count += 1
         found.order = found.order or self.count
         if gradient is not None:
-            found.tally.see(gradient)
+            found.tally.see(sample_of(gradient) if self.sampled else gradient)
 
 
 def explain_underflow(
@@ -100,13 +102,21 @@ def explain_underflow(
     ``whole``: id of a sharded parameter -> the whole one that the model holds now."""
     if captured is None or not window.batches:
         return Underflow("There is no batch to look at: call explain_underflow() right after a step.")
-    scale = 1.0 if window.scale is None else float(window.scale)
+    flushed = Flushed(window.last_scale(), owner.names())
+    run_in_fp32(captured, probe, owner, window, whole, flushed)
+    return _explain([g for g in flushed.seen if g.order and g.tally.range.nonzero], low, flushed.scale)
+
+
+def run_in_fp32(
+    captured: Callable[..., Any], probe: Probe, owner: Owner, window: Window, whole: Mapping[int, Tensor],
+    watcher: Watcher,
+) -> None:  # fmt: skip
+    """Run the last batch once more, forward and backward, in fp32 and with a watcher that sees every value. The state
+    of the run is not changed. The arguments are those of ``explain_underflow``."""
     batch = window.batches[-1]
     parameters = [whole.get(id(p), p) for p in owner.parameters() if p.requires_grad]
-    names = {id(tensor): name for name, tensor in owner.named_parameters().items()}
-    flushed = _Flushed(low, scale, names)
     probe.begin()
-    probe.instead = lambda graph, args: Watching(graph, flushed, keep=False).run(*args)
+    probe.instead = lambda graph, args: Watching(graph, watcher, keep=False).run(*args)
     try:
         with undisturbed(owner, window.device), torch.enable_grad():
             set_rng_state(batch.rng, window.device)
@@ -114,10 +124,9 @@ def explain_underflow(
             torch.autograd.grad(loss.float() / window.size, parameters, allow_unused=True)
     finally:
         probe.end()
-    return _explain([g for g in flushed.seen if g.order and g.tally.range.nonzero], low, scale)
 
 
-def _explain(seen: Sequence[_Gradient], low: torch.dtype, scale: float) -> Underflow:
+def _explain(seen: Sequence[Gradient], low: torch.dtype, scale: float) -> Underflow:
     name = dtype_name(low)
     total = merge(g.tally.range for g in seen)
     if not total.nonzero:
@@ -130,7 +139,7 @@ def _explain(seen: Sequence[_Gradient], low: torch.dtype, scale: float) -> Under
     first = min((g for g in seen if g.tally.range.flushed), key=lambda g: g.order)
     shares = {g.parameter: g.tally.range.flushed / g.tally.range.nonzero for g in seen if g.parameter}
     hit = sorted(((p, s) for p, s in shares.items() if s), key=lambda item: -item[1])
-    better = _better_scale(total, low, scale)
+    better = better_scale(total, low, scale)
     node = first.node
     maker = next(iter(node.users), node) if first.parameter else node
     what = f"the parameter {first.parameter}" if first.parameter else f"the result of {ir.op_name(node)}"
@@ -141,11 +150,11 @@ def _explain(seen: Sequence[_Gradient], low: torch.dtype, scale: float) -> Under
     if hit:
         shown = ", ".join(f"{p} ({s:.0%})" for p, s in hit[:5]) + (f" and {len(hit) - 5} more" if len(hit) > 5 else "")
         lines.append(f"  parameters hit: {shown}")
-    lines.append(_advice(total, better, low))
+    lines.append(scale_advice(total, better, low))
     return Underflow("\n".join(lines), share, ir.op_name(maker), node.name, module, source, tuple(hit), scale, better)
 
 
-def _better_scale(total: Range, low: torch.dtype, scale: float) -> float | None:
+def better_scale(total: Range, low: torch.dtype, scale: float) -> float | None:
     """Return the smallest power of two that saves what can be saved without an overflow, with a margin of two."""
     if not total.max_abs:
         return None
@@ -155,7 +164,7 @@ def _better_scale(total: Range, low: torch.dtype, scale: float) -> float | None:
     return scale * 2.0 ** better[0] if better else None
 
 
-def _advice(total: Range, better: float | None, low: torch.dtype) -> str:
+def scale_advice(total: Range, better: float | None, low: torch.dtype) -> str:
     if better is None:
         return (
             f"No larger scale helps: the largest gradient, scaled, is {total.max_abs:.2g}, and {dtype_name(low)} holds "

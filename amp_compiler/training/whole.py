@@ -16,6 +16,7 @@ from .. import ir
 from ..capture.autodiff import compile_joint, decompositions_for, joint_graph
 from ..capture.effects import assigned_attributes, input_sources
 from ..common.errors import CaptureError
+from ..common.gradients import LOW
 from ..common.torch_names import foreach_copy_, no_autocast, pytree
 from ..inspect.report import cast_totals, graph_rows, kernel_counts
 from ..parallel.engine import Engine
@@ -78,7 +79,9 @@ class WholeStep(Backend):
         shards = self.engine.among(example_inputs)
         joint.meta[ir.SHARDED] = {i: shard.name for i, shard in shards.items()}
         prepare_kernels(joint, self.options.policy, self.options.disable_passes)
-        variants = [self._variant(ir.copy_graph(joint), backend, reduces) for reduces in self._variants()]
+        trained_tensors = [t for t in example_inputs if isinstance(t, Tensor) and t.requires_grad]
+        widens = self.window.wide and any(t.dtype in LOW for t in trained_tensors)
+        variants = [self._variant(ir.copy_graph(joint), backend, reduces, widens) for reduces in self._variants()]
         last = variants[-1]
         self.engine.captured(graph, last.joint)
         rows = graph_rows(graph, len(self.state.pieces))
@@ -95,6 +98,7 @@ class WholeStep(Backend):
         def call(*args: Any) -> Any:
             if self.probe.looking:
                 return self.probe.run(graph, args)
+            self.window.widened |= widens
             ends = self.window.done == self.window.size - 1
             self.window.reduced = reduced if ends else frozenset()
             return runs[-1 if ends else 0](args)
@@ -107,12 +111,13 @@ class WholeStep(Backend):
             return (False,)
         return (False, True) if self.window.size > 1 else (True,)
 
-    def _variant(self, joint: fx.GraphModule, backend: str, reduces: bool) -> Variant:
+    def _variant(self, joint: fx.GraphModule, backend: str, reduces: bool, widens: bool) -> Variant:
         steps = order.build(self.options.disable_passes)
         accumulates = self.window.size > 1
         ctx = Context(
             self.options.policy, self.options.keep_output_dtypes, backend=backend, accumulates=accumulates,
-            scales_loss=self.window.scale is not None, recomputes=any("recompute" in n.meta for n in joint.graph.nodes),
+            scales_loss=self.window.scale is not None, updates_in_fp32=widens,
+            recomputes=any("recompute" in n.meta for n in joint.graph.nodes),
             reduction=self.engine.reduction(of_sums=accumulates) if reduces else None, sharding=self.engine.sharding(),
         )  # fmt: skip
         name = "joint, last micro-batch" if reduces and accumulates else "joint"
@@ -199,6 +204,7 @@ class StepGraph:
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         window = self.window
         with torch.no_grad(), no_autocast():
+            window.show()
             if window.done == 0:
                 window.release(self.owner.parameters())
             if self.shards:

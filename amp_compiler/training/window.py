@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..common.gradients import LOW, allow_gradients, set_gradient
 from ..common.torch_names import foreach_add_, foreach_mul_, foreach_zero_, pytree
 from ..kernels.sharded import local_parts
 
@@ -83,9 +84,13 @@ class Window:
     batches: list[Batch] = field(default_factory=list)
     #: names of the parameters whose gradients the graph of the last micro-batch has averaged over processes
     reduced: frozenset[str] = frozenset()
+    #: gradients of low-precision parameters are fp32, as their update is
+    wide: bool = False
 
     def __post_init__(self) -> None:
         self.adding = False  # the batch in progress adds to the sums in place
+        self.widened = False  # a parameter may have a gradient that is wider than the parameter
+        self._hidden: list[tuple[Tensor, Tensor]] = []
         self.no_overflow = torch.zeros(1, device=self.device)  # never written to
 
     @contextlib.contextmanager
@@ -113,12 +118,52 @@ class Window:
         for parameter in parameters:
             parameter.grad = None
 
+    def gradient_dtype(self, parameter: Tensor) -> torch.dtype:
+        """Return the dtype of a parameter's gradient."""
+        return torch.float32 if self.wide and parameter.dtype in LOW else parameter.dtype
+
+    def widen(self, parameters: Iterable[Tensor]) -> None:
+        """Let low-precision parameters have fp32 gradients, whoever makes them, if their update is fp32."""
+        for parameter in parameters if self.wide else ():
+            if parameter.dtype in LOW:
+                allow_gradients(parameter, torch.float32)
+                self.widened = True
+
+    @contextlib.contextmanager
+    def hidden(self, parameters: Sequence[Tensor]) -> Iterator[None]:
+        """Take wide gradients away from their parameters until ``show`` is called, at the latest at the end: Dynamo
+        (torch 2.13) traces no tensor whose gradient has another dtype."""
+        if not self.widened:
+            yield
+            return
+        self._hidden = [(p, p.grad) for p in parameters if p.grad is not None and p.grad.dtype != p.dtype]
+        for parameter, _ in self._hidden:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            self.show()
+
+    def show(self) -> None:
+        """Give the gradients back that ``hidden`` has taken."""
+        for parameter, gradient in self._hidden:
+            set_gradient(parameter, gradient)
+        self._hidden = []
+
+    def narrow(self, parameters: Iterable[Tensor]) -> None:
+        """Round wide gradients to the dtype of their parameters, when an update no longer needs them."""
+        if self.widened:
+            self.widened = False
+            wide = [(p, p.grad) for p in parameters if p.grad is not None and p.grad.dtype != p.dtype]
+            for parameter, gradient in wide:
+                set_gradient(parameter, gradient.to(parameter.dtype))
+
     def begin_sums(self, parameters: Sequence[Tensor]) -> None:
         """Give a gradient of zeros to each of the parameters that has none, for batches to add to."""
         self.adding = bool(parameters)
         new = [p for p in parameters if p.grad is None]
         for parameter in new:
-            parameter.grad = torch.empty_like(parameter)
+            set_gradient(parameter, torch.empty_like(parameter, dtype=self.gradient_dtype(parameter)))
         if new:
             foreach_zero_([p.grad for p in new if p.grad is not None])
 
@@ -128,12 +173,12 @@ class Window:
         parts: list[Tensor] = []
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if parameter.grad is None:
-                parameter.grad = _like(gradient, parameter)
+                set_gradient(parameter, _like(gradient, parameter))
             elif _are_alike(parameter.grad, gradient):
                 sums.append(parameter.grad)
                 parts.append(gradient)
             else:
-                parameter.grad = parameter.grad + gradient
+                set_gradient(parameter, parameter.grad + gradient)
         if sums:
             foreach_add_(local_parts(sums), local_parts(parts))
 
@@ -158,6 +203,10 @@ class Window:
         for name in self.saved.keys() & state.keys():
             state[name].copy_(torch.where(bad, self.saved[name], state[name]))
         self._put_back_attributes()
+
+    def last_scale(self) -> float:
+        """Return the scale of the loss as a number, which waits for the device; 1 without loss scaling."""
+        return 1.0 if self.scale is None else float(self.scale)
 
     def skipped(self) -> Tensor | None:
         """Return a bool tensor, True if a gradient of this window was not finite; None without loss scaling."""

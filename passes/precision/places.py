@@ -15,16 +15,19 @@ from amp_compiler.rewrite.base import Context
 
 
 class Forced(NamedTuple):
-    """A precision that the place of a node asks for. ``whole`` is False where it only changes which dtype is low."""
+    """A precision that the place of a node asks for. ``whole`` is False where it only changes which dtype is low;
+    ``yields`` is True if a cast in the model's code comes first."""
 
     dtype: torch.dtype
     reason: str
     rule: Rule
     whole: bool
+    yields: bool = False
 
 
-def forced_dtype(node: fx.Node, ctx: Context) -> Forced | None:
-    """Return what a region or a module rule asks for at a node; the innermost wins."""
+def forced_dtype(node: fx.Node, ctx: Context, *, is_asked: bool = False) -> Forced | None:
+    """Return what a region or a module rule asks for at a node; the innermost wins. ``is_asked``: the model's code asks
+    for fp32 there, so that rules which yield to it do not count."""
     region = node.meta.get(ir.REGION)
     depth = region.depth if isinstance(region, Region) else 0
     paths = ir.module_chain(node)
@@ -33,9 +36,10 @@ def forced_dtype(node: fx.Node, ctx: Context) -> Forced | None:
         if dtype is not None:
             named = f"set_precision({paths[index] or 'the model'}, {dtype_name(dtype)})"
             return Forced(dtype, named, Rule.SET_PRECISION, True)
-    if depth < len(paths) and (single := _call_rule(node, paths[-1], ctx.policy)) is not None:
+    single = _call_rule(node, paths[-1], ctx.policy) if depth < len(paths) else None
+    if single is not None and not (single.yields and is_asked):
         told = single.reason or f"call rule '{single}'"
-        return Forced(precision_dtype(single.precision), told, Rule.CALL_RULE, True)
+        return Forced(precision_dtype(single.precision), told, Rule.CALL_RULE, True, single.yields)
     has_rules = policy_at(node, ctx.policy).modules or ctx.policy.modules
     for path in reversed(paths[depth:]) if has_rules else ():
         rule = _module_rule(node, path, ctx.policy)

@@ -106,7 +106,10 @@ class At:
     @cached_property
     def forced(self) -> Forced | None:
         """What the place of the node asks for."""
-        return forced_dtype(self.node, self.state.ctx)
+        found = forced_dtype(self.node, self.state.ctx)
+        if found is not None and found.yields and self.state.asked.among(self.floats, whole=self.cls is OpClass.LOW):
+            return forced_dtype(self.node, self.state.ctx, is_asked=True)
+        return found
 
     @property
     def low_here(self) -> torch.dtype:

@@ -193,6 +193,44 @@ def test_the_scale_multiplies_gradients_only() -> None:
     assert b.gradient.max_abs == 1024 * a.gradient.max_abs
 
 
+class Frozen(nn.Module):
+    """The values of its products fit fp16; the gradient between them does not, and that of the scale is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.scale = nn.Linear(4, 4), nn.Parameter(torch.tensor(1e-4))
+        self.large = nn.Parameter(torch.tensor(1e4), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + 1) + self.fc(x) * self.large * self.scale
+
+
+def test_a_batch_that_comes_again_changes_no_average() -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2)), (torch.randn(3, 4), None)
+    once, often = (calibrate(model, [batch] * times, mean_square, scale=1.0).rows for times in (1, 5))
+    for a, b in zip(once, often, strict=True):
+        assert b.sensitivity == pytest.approx(a.sensitivity)
+        assert a.gradient is not None
+        assert b.gradient is not None
+        assert (b.gradient.elements, b.gradient.max_abs) == (5 * a.gradient.elements, a.gradient.max_abs)
+        assert [r.elements for r in b.operand_gradients] == [5 * r.elements for r in a.operand_gradients]
+
+
+def test_gradients_are_those_that_training_computes() -> None:
+    torch.manual_seed(0)
+    found = calibrate(Frozen(), [(torch.rand(3, 4), None)], lambda output, _: 1e-5 * output.sum(), scale=1.0)
+    first, second = (r for r in found.rows if r.op == "mul" and "self.fc" in r.source)
+    assert [r.elements for r in first.operand_gradients] == [12, 0], "the second is frozen"
+    assert first.gradient is not None
+    assert first.gradient.underflow == 1
+    assert [r.underflow for r in second.operand_gradients] == [1, 0], "a large gradient does not hide a small one"
+    data = next(r for r in found.rows if r.op == "add" and r.module == "" and r.number == 0)
+    assert data.gradient is not None
+    assert data.gradient.elements == 0, "training computes no gradient of the data"
+    assert data.sensitivity > 0
+
+
 def test_tiny_gradients_ask_for_a_scale() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))

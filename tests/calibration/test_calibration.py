@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from amp_compiler import Calibration, CalibrationError
 from amp_compiler.calibration.row import Row
 from amp_compiler.runtime.record import Range
+from chromium import Chromium, find_chromium
 
 COUNTS = st.integers(0, 2**40)
 FLOATS = st.floats(0, 1e38, allow_nan=False)
@@ -23,7 +24,7 @@ EXPONENTS = st.dictionaries(st.integers(-127, 127), st.integers(1, 10**9)).map(l
 RANGES = st.builds(Range, COUNTS, FLOATS, FLOATS, COUNTS, COUNTS, COUNTS, COUNTS, COUNTS, EXPONENTS)
 ROWS = st.builds(
     Row, st.text(), st.text(), st.text(), st.text(), RANGES, FLOATS, st.none() | RANGES,
-    st.lists(RANGES, max_size=3).map(tuple), st.none() | COUNTS, st.none() | RANGES,
+    st.lists(RANGES, max_size=3).map(tuple), st.none() | COUNTS, st.lists(RANGES, max_size=1).map(tuple),
 )  # fmt: skip
 CALIBRATIONS = st.builds(
     Calibration, st.lists(ROWS, max_size=3).map(tuple), st.sampled_from([torch.float16, torch.bfloat16]),
@@ -156,3 +157,19 @@ def test_the_page_colours_by_range_and_shows_exponents(tmp_path: Path) -> None:
     assert [given["class"] for tag, given in tags.seen if tag == "summary"] == ["overflows"]
     bars = [given["fill"] for tag, given in tags.seen if tag == "rect"]
     assert bars == ["#4a7", "#d43", "#d43"]  # 2**-10 fits; 2**16 and the gradients at 2**-30 do not
+
+
+@pytest.mark.skipif(find_chromium() is None, reason="there is no Chromium on PATH")
+def test_a_click_shows_the_exponents(tmp_path: Path) -> None:
+    ONE.to_html(tmp_path / "ranges.html")
+    with Chromium() as browser:
+        browser.open(tmp_path / "ranges.html")
+        seen = "[...document.querySelectorAll('svg')].filter(e => e.checkVisibility()).length"
+        assert browser.run(seen) == 0
+        browser.click("summary")
+        assert browser.run(seen) == 2, "results and gradients"
+        colour = "getComputedStyle(document.querySelector('{}')).backgroundColor"
+        assert browser.run(colour.format("summary")) == "rgb(249, 201, 196)", "red: it overflows"
+        assert browser.run(colour.format("summary span:last-child")).startswith("rgba(60, 90, 200"), "by sensitivity"
+        assert browser.errors == []
+        assert [url for url in browser.requests if not url.startswith("file:")] == []

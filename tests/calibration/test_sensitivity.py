@@ -1,4 +1,10 @@
-"""Sensitivities rank ops as brute force does: each op in low precision by itself, everything else in fp64."""
+"""Sensitivities rank ops as brute force does: each op in low precision by itself, everything else in fp64.
+
+``make test`` takes the first three of ``NETWORKS``. The other cases are all that brute force can run, in fp64 and in
+one graph, with four times the batches: the squared change of a loss varies much from batch to batch, and with 16 of
+them two ops within a factor of two are often in the wrong order (0.76 for ``unet``, 0.98 with 64). Left out is
+``custom_function``, whose gradient is an estimate and no derivative.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +18,8 @@ from amp_compiler import amp_compile, calibrate
 from amp_compiler.common.torch_names import pytree
 from networks import NETWORKS
 
-BATCHES = 16
+NAMES = ("dense", "conv_bn", "encoder")
+OTHERS = ("torch_encoder", "decoder", "embedding", "masked_attention", "shared_weights", "unet", "resnet", "mlp_mixer")
 
 
 class Loss(nn.Module):
@@ -50,13 +57,23 @@ def spearman(a: list[float], b: list[float]) -> float:
     return float(torch.corrcoef(torch.stack([ranks(a), ranks(b)]))[0, 1])
 
 
-@pytest.mark.parametrize("name", ["conv_bn", "encoder", "mlp_mixer"])
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", OTHERS)
+def test_ranks_as_brute_force_on_more_networks(name: str) -> None:
+    check_ranks(name, 64)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_ranks_as_brute_force(name: str) -> None:
+    check_ranks(name, 16)
+
+
+def check_ranks(name: str, number: int) -> None:
     model, args = NETWORKS[name]()
     model = Loss(model)
     torch.manual_seed(1)
     batches = [tuple(torch.randn_like(a) if a.is_floating_point() else torch.randint_like(a, int(a.max()) + 1)
-                     for a in args) for _ in range(BATCHES)]  # fmt: skip
+                     for a in args) for _ in range(number)]  # fmt: skip
     found = calibrate(model, [(batch, None) for batch in batches])
     rows = [row for row in found.rows if row.sensitivity]
     fast = amp_compile(model, "O0", backend="eager")
@@ -70,7 +87,7 @@ def test_ranks_as_brute_force(name: str) -> None:
             exact = float(OneLow(graph, "").run(*given)[0])
             for row in rows:
                 changes[row.node] += (float(OneLow(graph, row.node).run(*given)[0]) - exact) ** 2
-    assert len(rows) >= 7
+    assert len(rows) >= 5
     assert spearman([row.sensitivity for row in rows], list(changes.values())) >= 0.8
 
 

@@ -42,9 +42,10 @@ def faulty(user_folder):
 
 def test_a_search_on_data(run, faulty):
     done = run("search", "faulty.py:make", "--data", "data.npz", "--tolerance", "0.01", "-o", "found.toml",
-               "--plot", "found.svg", "--json")  # fmt: skip
+               "--plot", "found.svg", "--objective", "t4", "--json")  # fmt: skip
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
+    assert found["objective"] == "t4"
     assert list(found["fp32"]) == [":addcdiv#0"]
     assert found["metric"] <= 0.01
     assert Policy.from_file(faulty / "found.toml").call_rule("", "addcdiv", 0).precision == "float32"
@@ -70,6 +71,7 @@ def test_a_conversion_that_is_right_by_measurement(run, faulty):
     (["search", "faulty.py:make", "--tolerance", "1", "--evaluate", "model.py:eror"], "no attribute 'eror'"),
     (["search", "faulty.py:make", "--tolerance", "1", "--evaluate", "model.py"], "does not name anything"),
     (["search", "faulty.py:make", "--tolerance", "1", "--data", "wrong.npz"], "cannot be called with the data"),
+    (["search", "faulty.py:make", "--tolerance", "1", "--data", "data.npz", "--objective", "speed"], "or a device"),
     (["convert", "faulty.py:make", "--tolerance", "1", "-o", "x.pt2"], "--tolerance needs --data"),
     (["convert", "faulty.py:make", "--data", "data.npz", "-o", "x.pt2"], "--data needs --tolerance"),
     (["convert", "faulty.py:make", "--tolerance", "1", "--data", "data.npz", "--fp32", "add", "-o", "x.pt2"], "omit"),

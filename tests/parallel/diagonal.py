@@ -9,6 +9,8 @@ DIAGONAL: dict[str, tuple[str, ...]] = {
         "overflow accumulated", "overflow in pieces", "flush", "used later", "used in the first micro-batch only",
         "another width", "another level", "another black list", "another batch",
     ),
+    "cases_low": ("data", "sharded", "resumed", "DDP", "refused", "disagreement"),
+    "cases_calibrate": ("together", "failing"),
     "cases_networks": ("shared_weights fp16", "checkpointed fp16", "curves bf16"),
     "cases_checkpoint": ("tied bf16", "profiled", "overflow accumulated", "broken", "again"),
     "cases_sharded_state": ("frozen", "written", "used later", "explained"),

@@ -50,6 +50,13 @@ def test_sharded_divides_everything_that_is_kept() -> None:
         assert column.optimizer == 2 * numel(network())
 
 
+def test_masters_of_low_parameters_count() -> None:
+    x = torch.ones(2, 8, dtype=torch.bfloat16)
+    ours, _ = plan(nn.Linear(8, 4).bfloat16(), (x,), None, policy=O2, ranks=2, parallel="data").columns
+    numbers = 8 * 4 + 4
+    assert (ours.parameters, ours.gradients, ours.optimizer) == (2 * numbers, 4 * numbers, (8 + 4) * numbers)
+
+
 def test_parameters_that_are_read_low_are_gathered_low() -> None:
     found = planned()
     linears = numel(network()) - 2 * 64

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import tomllib
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,17 +75,18 @@ def test_bf16_holds_them() -> None:
      (Range(4, 1e-7, 1e-8, batch=1),
       "has gradients up to 1e-07 at a loss scale of 8; fp16 has its full precision above 6.1e-05")],
 )  # fmt: skip
-@pytest.mark.parametrize("where", ["gradient", "operand_gradient"])
+@pytest.mark.parametrize("where", ["gradient", "operand_gradients"])
 def test_gradients_that_do_not_fit(where: str, values: Range, reason: str) -> None:
+    given = values if where == "gradient" else (Range(), values)
     with pytest.warns(AmpWarning, match="no scale of the loss suits all gradients: at 8, those of 1 of 2 ops"):
-        (rule,) = rules(linear(1.0, **{where: values}), Row("add", "add", "", "", Range(9, 1.0, 1.0)), scale=8.0)
+        (rule,) = rules(linear(1.0, **{where: given}), Row("add", "add", "", "", Range(9, 1.0, 1.0)), scale=8.0)
     assert rule.reason == reason
 
 
 def test_gradients_that_fit_say_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert rules(linear(1.0, gradient=Range(4, 1.0, 1e-3), operand_gradient=Range(4, 1.0, 1e-3))) == ()
+        assert rules(linear(1.0, gradient=Range(4, 1.0, 1e-3), operand_gradients=(Range(4, 1.0, 1e-3),))) == ()
 
 
 def exp(result: Range, sensitivity: float = LOW / 2, **fields: Any) -> Row:
@@ -95,7 +97,7 @@ def test_a_harmless_op_of_the_black_list_goes_low() -> None:
     (rule,) = rules(linear(1.0), exp(Range(12, 2.7, 0.3)))
     assert rule == CallRule(
         "", "exp", "float16", None,
-        "on the black list, but harmless here: stays between 0.3 and 2.7 in 3 batches",
+        "on the black list, but harmless here: stays between 0.3 and 2.7 in 3 batches", yields=True,
     )  # fmt: skip
 
 
@@ -178,3 +180,56 @@ def test_the_calibration_of_another_model() -> None:
     policy = Policy.calibrated(calibrate(Large(), [torch.randn(64, 8)]))
     with pytest.raises(PolicyError, match="names the module 'second', which the model does not have"):
         amp_compile(nn.Sequential(nn.Linear(8, 8)), policy=policy)
+
+
+class Author(nn.Module):
+    """Its first softmax is in fp32 because the code says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.fc(x)
+        return torch.softmax(y.float(), -1), torch.softmax(y, -1)
+
+
+def test_a_cast_in_the_models_code_comes_before_what_is_harmless(tmp_path: Path) -> None:
+    model, x = Author().eval(), torch.rand(2, 4)
+    policy = Policy.calibrated(calibrate(model, [x]))
+    assert [(str(rule), rule.precision, rule.yields) for rule in policy.calls] == [
+        (":softmax#0", "float16", True), (":softmax#1", "float16", True)
+    ]  # fmt: skip
+    policy.to_file(tmp_path / "policy.toml")
+    compiled = amp_compile(model, policy=Policy.from_file(tmp_path / "policy.toml"))
+    compiled(x)
+    found = {row.node: (row.precision, row.rule) for row in compiled.report().rows if row.op == "softmax"}
+    assert found == {"softmax": ("float32", "table"), "softmax_1": ("float16", "call_rule")}
+    own = Policy("O2", torch.float16).with_calls([CallRule("", "softmax", "float16")])
+    compiled = amp_compile(model, policy=own)
+    compiled(x)
+    assert {row.precision for row in compiled.report().rows if row.op == "softmax"} == {"float16"}, "a user's own rule"
+
+
+class Broken(nn.Module):
+    """Two graphs, and the second one has the product that does not fit fp16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        torch._dynamo.graph_break()
+        return (y * 3e5) * 1e-6
+
+
+@pytest.mark.parametrize("sizes", [(2,), (2, 5, 3)])
+def test_numbers_of_calls_go_on_after_a_graph_break(sizes: tuple[int, ...]) -> None:
+    model = Broken()
+    found = calibrate(model, [torch.ones(n, 4) for n in sizes])
+    assert [(row.op, row.number, row.max_abs) for row in found.rows] == [
+        ("mul", 0, 2.0), ("mul", 1, 6e5), ("mul", 2, pytest.approx(0.6))
+    ]  # fmt: skip
+    compiled = amp_compile(model, policy=Policy.calibrated(found, level="O3"))
+    for n in (*sizes, 7):
+        assert compiled(torch.ones(n, 4)).isfinite().all()
+    assert [(row.precision, row.rule) for row in compiled.report().rows if row.op == "mul"][:3] == [
+        ("float16", "table"), ("float32", "call_rule"), ("float32", "call_rule")
+    ]  # fmt: skip

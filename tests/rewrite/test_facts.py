@@ -37,6 +37,7 @@ from amp_compiler.passes import (
     scale_loss,
     scatter_gradients,
     unscale_in_place,
+    widen_gradients,
 )
 from amp_compiler.policy import Rule
 from amp_compiler.rewrite import facts
@@ -125,6 +126,12 @@ def step(*passes: Pass) -> Graph:
         return gm
 
     return made
+
+
+def low_step() -> fx.GraphModule:
+    """A training step's graph whose weight is stored in bf16."""
+    w = nn.Parameter(W.to(BF16))
+    return step_graph(lambda w, x: (x.to(BF16) @ w).float().sum(), w, ROWS)
 
 
 def divided(*passes: Pass) -> Graph:
@@ -332,6 +339,7 @@ CASES = [
     Case("lowered", after(lower_kernels.PASS, convolution), convolution, "should be replaced by one of our kernels"),
     Case("batched", after(batch_casts.PASS, vectors), vectors, "that one cast could replace"),
     Case("step", step(), damaged(step(), forget_a_role), "without a role"),
+    Case("widened", after(widen_gradients.PASS, low_step), low_step, "leaves the graph in low precision"),
     Case("scaled", step(scale_loss.PASS), damaged(step(scale_loss.PASS), multiply_by_scale), "not one over the scale"),
     Case(
         "hoisted", step(fold_casts.PASS, hoist_weight_casts.PASS), step(fold_casts.PASS),

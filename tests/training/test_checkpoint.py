@@ -311,7 +311,7 @@ def test_damaged(pair: Damaged, path: tuple[Any, ...]) -> None:
 FOREIGN: dict[str, tuple[Run, Callable[[TrainStep], Any], str]] = {
     "another model": (Run(sgd, 0), lambda _: Network(width=16), "first.weight.*8, 4.*here"),
     "a model with more": (Run(sgd, 0), lambda step: nn.Sequential(step.model), "lacks 0.first.weight"),
-    "another dtype": (Run(sgd, 0), lambda step: copy.deepcopy(step.model).bfloat16(), "float32.*bfloat16"),
+    "another dtype": (Run(sgd, 0), lambda step: copy.deepcopy(step.model).double(), "float32.*float64"),
     "another optimizer": (Run(fused_adamw, 0), lambda step: step.model, "AdamW as optimizer, but this step has SGD"),
     "other groups": (Run(adam, 0), lambda step: step.model, "optimizer"),
     "another scaler": (Run(sgd, 0, scaler=StaticLossScaler(2.0)), lambda step: step.model, "StaticLossScaler as"),

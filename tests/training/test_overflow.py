@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from amp_compiler import DynamicLossScaler, StaticLossScaler, TrainStep, compile_train_step
+from amp_compiler import AmpWarning, DynamicLossScaler, StaticLossScaler, TrainStep, compile_train_step
 
 INF, NAN = math.inf, math.nan
 ALL, FIRST = ("before.weight", "before.bias", "after.weight", "after.bias"), ("before.weight", "before.bias")
@@ -323,9 +323,11 @@ def test_which_value_was_bad_before_any_op() -> None:
 
 
 def test_only_the_sum_is_not_finite() -> None:
-    """fp16 parameters have fp16 gradients: each of 48000, their sum beyond 65504."""
+    """fp16 parameters without masters have fp16 gradients: each of 48000, their sum beyond 65504."""
     model = nn.Linear(4, 2, bias=False).half()
-    step = start(model, lambda output, _: output.float().sum() * 32000, scaler=1.0, accumulate_steps=2)
+    with pytest.warns(AmpWarning, match="master_weights=False"):
+        step = start(model, lambda output, _: output.float().sum() * 32000, scaler=1.0, accumulate_steps=2,
+                     master_weights=False)  # fmt: skip
     given = torch.ones(3, 4, dtype=torch.float16)
     assert not bool(step(given).skipped)
     assert bool(model.weight.grad.isfinite().all())

@@ -67,6 +67,17 @@ def test_the_scale_that_is_named_saves_them() -> None:
     assert saved.model.first.weight.grad.any()
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_parameters_that_are_stored_low_are_named() -> None:
+    torch.manual_seed(0)
+    model = Net().half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = run(compile_train_step(model, tiny, optimizer, loss_scaler=None, dtype=torch.float16))
+    expected = {name for name, _ in run(step_of(None)).explain_underflow().parameters}
+    assert {name for name, _ in step.explain_underflow().parameters} == expected
+    assert {p.name for p in step.health().parameters if p.flushed} == expected
+
+
 def test_gradients_that_fit() -> None:
     step = run(step_of(None, nn.functional.mse_loss))
     assert "Without a loss scale no gradient is flushed to zero in float16" in str(step.explain_underflow())

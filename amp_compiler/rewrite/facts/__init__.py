@@ -9,7 +9,7 @@ from .forward import ASSIGNED, CAPTURED, CAST, NORMALIZED, ORIGIN, PLACED
 from .functional import BATCHED, FOLDED, FUNCTIONAL, FUSED, LOWERED, PAST_AUTOGRAD, VIEWED
 from .parallel import REDUCED, REDUCED_IN_PLACE
 from .sharded import GATHERED, SCATTERED
-from .training import ACCUMULATED, HOISTED, IN_PLACE, SCALED, STEP
+from .training import ACCUMULATED, HOISTED, IN_PLACE, SCALED, STEP, WIDENED
 
 #: name -> fact, for all facts of this package
 ALL: dict[str, Fact] = {
@@ -44,4 +44,5 @@ __all__ = [
     "SCATTERED",
     "STEP",
     "VIEWED",
+    "WIDENED",
 ]

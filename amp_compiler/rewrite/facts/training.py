@@ -68,6 +68,13 @@ def _scaled(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
             place.fail(f"is {role.kind} {role.index} and depends on the loss's tangent.", node)
 
 
+def _widened(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
+    """No gradient leaves the graph in low precision."""
+    for role, node in zip(gm.meta[ir.ROLE], _results(gm), strict=True):
+        if role.kind == "gradient" and node.meta["val"].dtype in ir.LOW_DTYPES:
+            place.fail(f"is the gradient of input {role.index} and leaves the graph in low precision.", node)
+
+
 def _unscaled_by(node: fx.Node) -> fx.Node | None:
     """Return the gradient that was passed to ``amp::unscale``, for a node that is ``unscale(…)[0][i]``."""
     if not ir.is_getitem(node):
@@ -139,6 +146,10 @@ STEP = Fact(
     "step", Dialect.FUNCTIONAL,
     "Every input and output of a joint graph has a `Role` (primal, tangent, gradient, saved …).",
     check=_step, inside=False,
+)  # fmt: skip
+WIDENED = Fact(
+    "widened", Dialect.FUNCTIONAL, "Every gradient leaves the graph in fp32, also that of a low-precision parameter.",
+    check=_widened, made_by="widen_gradients", inside=False,
 )  # fmt: skip
 SCALED = Fact(
     "scaled", Dialect.FUNCTIONAL,

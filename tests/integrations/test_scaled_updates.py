@@ -1,0 +1,54 @@
+"""``ScaledUpdates``: in any order of backward, clipping and steps, the updates are those without loss scaling."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from amp_compiler import DynamicLossScaler
+from amp_compiler.integrations.scaled_updates import ScaledUpdates
+
+ACTIONS = st.tuples(st.sampled_from(["backward", "clip", "step", "zero"]), st.sampled_from([0, 1, 2]))
+
+
+def parameters() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.tensor([1.0, -2.0])), nn.Parameter(torch.tensor([0.5, 3.0]))]
+
+
+def loss_of(params: list[nn.Parameter], which: int, factor: int) -> Tensor:
+    """Of the first, the second, or both."""
+    used = params if which == 2 else params[which : which + 1]
+    return sum((p.square().sum() for p in used), torch.zeros(())) * factor
+
+
+@given(st.lists(ACTIONS, max_size=14))
+def test_any_order_is_right(program: list[tuple[str, int]]) -> None:
+    """The scale changes with every update, by powers of two, so that no bit may differ."""
+    ours, plain = parameters(), parameters()
+    scaler = DynamicLossScaler(init_scale=2.0**4, growth_interval=1)
+    updates = ScaledUpdates(scaler)
+    mine = [torch.optim.SGD([p], 2.0**-6, momentum=0.5) for p in ours]
+    theirs = [torch.optim.SGD([p], 2.0**-6, momentum=0.5) for p in plain]
+    for number, (action, which) in enumerate(program, 1):
+        pairs = [(mine[n], theirs[n], plain[n]) for n in ([0, 1] if which == 2 else [which])]
+        if action == "backward":
+            updates.begin_backward(mine)
+            scaler.scale(loss_of(ours, which, number)).backward()
+            loss_of(plain, which, number).backward()
+        for one, other, parameter in pairs if action != "backward" else ():
+            if action == "clip" and parameter.grad is not None:
+                updates.unscale(one)
+                nn.utils.clip_grad_value_(one.param_groups[0]["params"], 0.5)
+                nn.utils.clip_grad_value_([parameter], 0.5)
+            elif action == "step":
+                updates.unscale(one)
+                updates.step(one)
+                other.step()
+            elif action == "zero":
+                one.zero_grad()
+                other.zero_grad()
+    assert all(torch.equal(p, q) for p, q in zip(ours, plain, strict=True))
+    updates.end()
+    assert updates.skipped == 0
