@@ -59,7 +59,7 @@ def graph_facts(graphs: list[Any]) -> dict[str, list[str]]:
             for node in inner.graph.nodes:
                 name = ir.op_name(node) if node.op == "call_function" else node.op
                 for found in ir.tensor_outputs(node):
-                    if found is not None and found.device.type != "cuda":
+                    if found is not None and found.device.type != "cuda" and found.dim():  # numbers may be anywhere
                         elsewhere.add(f"{node.name}: {name}")
                 if any(words in name for words in ("for_cpu", "mkldnn", "onednn", "amp::wide")):
                     cpu.add(name)
