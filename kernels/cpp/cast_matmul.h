@@ -4,6 +4,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/native/CPUBlas.h>
+#include <ATen/ops/addmm.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
@@ -172,52 +173,203 @@ void pack_columns(Matrix<B> b, float* packed, int64_t k, int64_t from_column, in
   }
 }
 
-// A few rows times the columns of b, each contiguous in memory as in a linear layer's weight: each column is read once,
-// rounded in registers and multiplied with R rows. No copy of b is written; decoding one token at a time spends most of
-// its time here.
-constexpr int64_t A_FEW = 16, AT_A_TIME = 4;
+inline int64_t blocks(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
-template <class Low, class Out, class B, int R>
-void dot_rows(const float* rows, int64_t step, Matrix<B> b, const float* plus, Out* to, int64_t first, int64_t last,
-              int64_t k, int64_t n) {
-  for (int64_t column = first; column < last; ++column) {
-    const B* from = b.data + column * b.stride;
-    float sums[R] = {};
-    int64_t i = 0;
+// A few rows times a large matrix: the matrix is read once, rounded in registers, and no copy of it is written. Decoding
+// one token at a time spends most of its time here, and the bandwidth of the memory is the limit.
+constexpr int64_t A_FEW = 16, A_FEW_SUMS = 8;        // rows, where columns of the matrix are contiguous, and where rows are
+constexpr int SUMS_HELD = AMP_LANES == 16 ? 16 : 8;  // in registers: enough to hide the latency of an addition
+constexpr int64_t STREAMS = 8;                       // columns that are read at the same time
+constexpr int64_t STRIP = 1 << 14;                   // sums that stay in the cache while rows are added to them
+
+// The sums of R rows and C columns, each contiguous in memory as in a linear layer's weight.
+template <class Low, int R, int C, class Out, class B>
+void dot_block(const float* rows, const B* columns, int64_t stride, const float* plus, Out* to, int64_t k, int64_t n) {
+  float sums[R * C] = {};
+  int64_t i = 0;
 #if AMP_LANES
-    Floats lanes[R];
-    for (int r = 0; r < R; ++r) lanes[r] = zeros();
-    for (; i + AMP_LANES <= k; i += AMP_LANES) {
-      const Floats x = load_rounded<Low>(from + i);
-      for (int r = 0; r < R; ++r) lanes[r] = multiply_add(load(rows + r * step + i), x, lanes[r]);
+  Floats lanes[R * C];
+  for (int j = 0; j < R * C; ++j) lanes[j] = zeros();
+  for (; i + AMP_LANES <= k; i += AMP_LANES) {
+    for (int c = 0; c < C; ++c) {
+      const Floats x = load_rounded<Low>(columns + c * stride + i);
+      for (int r = 0; r < R; ++r) lanes[r * C + c] = multiply_add(load(rows + r * k + i), x, lanes[r * C + c]);
     }
-    for (int r = 0; r < R; ++r) sums[r] = total(lanes[r]);
-#endif
-    for (; i < k; ++i) {
-      for (int r = 0; r < R; ++r) sums[r] += rows[r * step + i] * rounded_one<Low>(from[i]);
-    }
-    for (int r = 0; r < R; ++r) to[r * n + column] = static_cast<Out>(plus ? sums[r] + plus[column] : sums[r]);
   }
+  for (int j = 0; j < R * C; ++j) sums[j] = total(lanes[j]);
+#endif
+  for (; i < k; ++i) {
+    for (int c = 0; c < C; ++c) {
+      const float x = rounded_one<Low>(columns[c * stride + i]);
+      for (int r = 0; r < R; ++r) sums[r * C + c] += rows[r * k + i] * x;
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int c = 0; c < C; ++c) to[r * n + c] = static_cast<Out>(plus ? sums[r * C + c] + plus[c] : sums[r * C + c]);
+  }
+}
+
+template <class Low, int R, class Out, class B>
+void dot_group(const float* rows, const B* columns, int64_t stride, const float* plus, Out* to, int64_t width, int64_t k,
+               int64_t n) {
+  constexpr int C = std::min<int>(SUMS_HELD / R, STREAMS);
+  int64_t c = 0;
+  for (; c + C <= width; c += C) dot_block<Low, R, C>(rows, columns + c * stride, stride, plus ? plus + c : plus, to + c, k, n);
+  for (; c < width; ++c) dot_block<Low, R, 1>(rows, columns + c * stride, stride, plus ? plus + c : plus, to + c, k, n);
+}
+
+template <class Low, class Out, class B>
+void dot_columns(const float* rows, const B* columns, int64_t stride, const float* plus, Out* to, int64_t width, int64_t m,
+                 int64_t k, int64_t n) {
+  int64_t r = 0;
+  for (; r + 4 <= m; r += 4) dot_group<Low, 4>(rows + r * k, columns, stride, plus, to + r * n, width, k, n);
+  for (; r + 2 <= m; r += 2) dot_group<Low, 2>(rows + r * k, columns, stride, plus, to + r * n, width, k, n);
+  for (; r < m; ++r) dot_group<Low, 1>(rows + r * k, columns, stride, plus, to + r * n, width, k, n);
+}
+
+template <class Low, class Out, class B>
+void dot_rows(const float* rows, Matrix<B> b, const float* plus, Out* to, int64_t m, int64_t first, int64_t last, int64_t k,
+              int64_t n) {
+  for (int64_t column = first; column < last; column += STREAMS) {
+    const int64_t width = std::min(STREAMS, last - column);
+    const B* from = b.data + column * b.stride;
+    const float* bias = plus ? plus + column : nullptr;
+    if constexpr (std::is_same_v<B, float>) {
+      if (m > 4) {  // round the columns once, not for every four rows
+        float* held = scratch(RIGHT).take(STREAMS * k);
+        for (int64_t c = 0; c < width; ++c) round<Low>(from + c * b.stride, held + c * k, k);
+        dot_columns<Exact>(rows, held, k, bias, to + column, width, m, k, n);
+        continue;
+      }
+    }
+    dot_columns<Low>(rows, from, b.stride, bias, to + column, width, m, k, n);
+  }
+}
+
+// The same where the rows of b are contiguous: K of them at a time are added to the sums of a strip of columns.
+template <class Low, int K, class B>
+void add_rows(const float* a, int64_t step, const B* from, int64_t stride, float* sums, int64_t width, int64_t m) {
+  int64_t c = 0;
+#if AMP_LANES
+  for (; c + AMP_LANES <= width; c += AMP_LANES) {
+    Floats x[K];
+    for (int i = 0; i < K; ++i) x[i] = load_rounded<Low>(from + i * stride + c);
+    for (int64_t r = 0; r < m; ++r) {
+      Floats sum = load(sums + r * width + c);
+      for (int i = 0; i < K; ++i) sum = multiply_add(fill(a[r * step + i]), x[i], sum);
+      store(sums + r * width + c, sum);
+    }
+  }
+#endif
+  for (; c < width; ++c) {
+    for (int64_t r = 0; r < m; ++r) {
+      for (int i = 0; i < K; ++i) sums[r * width + c] += a[r * step + i] * rounded_one<Low>(from[i * stride + c]);
+    }
+  }
+}
+
+template <class Low, class Out, class B>
+void add_strip(const float* rows, Matrix<B> b, const float* plus, Out* to, int64_t m, int64_t first, int64_t last, int64_t k,
+               int64_t n) {
+  const int64_t width = last - first;
+  float* sums = scratch(SUMS).take(m * width);
+  std::fill(sums, sums + m * width, 0.0f);
+  int64_t i = 0;
+  for (; i + 8 <= k; i += 8) add_rows<Low, 8>(rows + i, k, b.data + i * b.stride + first, b.stride, sums, width, m);
+  for (; i < k; ++i) add_rows<Low, 1>(rows + i, k, b.data + i * b.stride + first, b.stride, sums, width, m);
+  for (int64_t r = 0; r < m; ++r) finish(sums + r * width, plus ? plus + first : nullptr, to + r * n + first, width);
 }
 
 template <class Low, class Out, class A, class B>
 void multiply_few(Matrix<A> a, Matrix<B> b, const float* plus, Out* to, int64_t m, int64_t k, int64_t n) {
   float* rows = scratch(LEFT).take(m * k);
   pack<Low>(a, 0, 0, m, k, rows, k);
-  at::parallel_for(0, n, std::max<int64_t>(GRAIN / k, 1), [&](int64_t first, int64_t last) {
-    int64_t row = 0;
-    for (; row + AT_A_TIME <= m; row += AT_A_TIME) {
-      dot_rows<Low, Out, B, AT_A_TIME>(rows + row * k, k, b, plus, to + row * n, first, last, k, n);
+  const int64_t unit = b.turned ? STREAMS : std::min(STRIP / m, blocks(blocks(n, at::get_num_threads()), 16) * 16);
+  at::parallel_for(0, blocks(n, unit), std::max<int64_t>(GRAIN / k / unit, 1), [&](int64_t i, int64_t j) {
+    if (b.turned) {
+      dot_rows<Low>(rows, b, plus, to, m, i * unit, std::min(j * unit, n), k, n);
+    } else {
+      for (; i < j; ++i) add_strip<Low>(rows, b, plus, to, m, i * unit, std::min((i + 1) * unit, n), k, n);
     }
-    for (; row < m; ++row) dot_rows<Low, Out, B, 1>(rows + row * k, k, b, plus, to + row * n, first, last, k, n);
   });
 }
 
-inline int64_t blocks(int64_t count, int64_t size) { return (count + size - 1) / size; }
+// More rows, and sums too long for packed blocks, or a CPU without them: a part of b at a time is rounded into memory that
+// stays in the cache, and multiplied by torch's own product. b is read from memory once, and is half as many bytes as in
+// fp32 if it is low. A part is some columns, or, where rows are contiguous, some rows, whose products are added up in fp32.
+constexpr int64_t PANEL_ROWS = 1024;          // of a that are rounded at a time
+constexpr int64_t PANEL = 256;                // columns of b
+constexpr int64_t PANEL_VALUES = 1 << 18;     // of b, if it is taken by rows
+constexpr int64_t BY_ROWS = 256;              // rows of a: for more, adding up the sums costs more than packing columns
+
+template <class Low, class B>
+Tensor column_panel(Matrix<B> b, int64_t first, int64_t width, int64_t k) {
+  float* panel = scratch(RIGHT).take(width * k);
+  if (b.turned) {
+    pack<Low>(Matrix<B>{b.data, b.stride, false}, first, 0, width, k, panel, k);
+    return at::from_blob(panel, {k, width}, {1, k}, at::kFloat);
+  }
+  pack<Low>(b, 0, first, k, width, panel, width);
+  return at::from_blob(panel, {k, width}, at::kFloat);
+}
+
+// The product of all rows with some columns, in one thread.
+template <class Low, class Out, class B>
+void multiply_panel(const Tensor& left, Matrix<B> b, const float* plus, Out* to, int64_t first, int64_t width, int64_t n) {
+  const int64_t m = left.size(0), k = left.size(1);
+  const bool direct = std::is_same_v<Out, float> && !plus;
+  float* sums = direct ? reinterpret_cast<float*>(to) + first : scratch(SUMS).take(m * width);
+  Tensor sum = at::from_blob(sums, {m, width}, {direct ? n : width, 1}, at::kFloat);
+  if (b.turned || m > BY_ROWS) {
+    at::mm_out(sum, left, column_panel<Low>(b, first, width, k));
+  } else {
+    const int64_t step = std::max<int64_t>(PANEL_VALUES / width / 8, 1) * 8;
+    float* panel = scratch(RIGHT).take(std::min(step, k) * width);
+    for (int64_t i = 0; i < k; i += step) {
+      const int64_t depth = std::min(step, k - i);
+      pack<Low>(b, i, first, depth, width, panel, width);
+      const Tensor right = at::from_blob(panel, {depth, width}, at::kFloat), part = left.narrow(1, i, depth);
+      i == 0 ? at::mm_out(sum, part, right) : at::addmm_out(sum, sum, part, right);
+    }
+  }
+  for (int64_t r = 0; !direct && r < m; ++r) {
+    finish(sums + r * width, plus ? plus + first : nullptr, to + r * n + first, width);
+  }
+}
+
+template <class Low, class Out, class A, class B>
+void multiply_panels(Matrix<A> a, Matrix<B> b, const float* plus, Out* to, int64_t m, int64_t k, int64_t n) {
+  const int64_t share = blocks(blocks(n, at::get_num_threads()), 16) * 16;  // columns of a thread
+  const int64_t columns = b.turned || m > BY_ROWS ? std::min(PANEL, share) : share;
+  for (int64_t start = 0; start < m; start += PANEL_ROWS) {
+    const int64_t height = std::min(PANEL_ROWS, m - start);
+    float* rows = scratch(LEFT).take(height * k);
+    const Matrix<A> lines{a.data, a.stride, false};  // as they are in memory: torch's product takes either order
+    if (a.turned) {
+      at::parallel_for(0, k, std::max<int64_t>(GRAIN / height, 1), [&](int64_t i, int64_t j) {
+        pack<Low>(lines, i, start, j - i, height, rows + i * height, height);
+      });
+    } else {
+      at::parallel_for(0, height, std::max<int64_t>(GRAIN / k, 1), [&](int64_t i, int64_t j) {
+        pack<Low>(lines, start + i, 0, j - i, k, rows + i * k, k);
+      });
+    }
+    at::parallel_for(0, blocks(n, columns), 1, [&](int64_t i, int64_t j) {
+      at::AutoDispatchBelowADInplaceOrView below;
+      const Tensor left = a.turned ? at::from_blob(rows, {height, k}, {1, height}, at::kFloat)
+                                   : at::from_blob(rows, {height, k}, at::kFloat);
+      for (int64_t first = i * columns; first < std::min(j * columns, n); first += columns) {
+        multiply_panel<Low>(left, b, plus, to + start * n, first, std::min(columns, n - first), n);
+      }
+      tidy();
+    });
+  }
+}
 
 template <class Low, class Out, class A, class B>
 void multiply(Matrix<A> a, Matrix<B> b, const float* plus, Out* to, int64_t m, int64_t k, int64_t n) {
-  if (m <= A_FEW) return multiply_few<Low, Out>(a, b, plus, to, m, k, n);
+  if (m <= (b.turned ? A_FEW : A_FEW_SUMS)) return multiply_few<Low, Out>(a, b, plus, to, m, k, n);
+  if (m < FEWEST || k > LONGEST || !blocks_work()) return multiply_panels<Low, Out>(a, b, plus, to, m, k, n);
   const int64_t group = std::max<int64_t>(PACKED / k / COLUMNS, 1) * COLUMNS;
   const int64_t threads = at::get_num_threads();
   const int64_t share = blocks(blocks(m, threads), 16) * 16;  // rows of a thread
@@ -265,9 +417,7 @@ Tensor cast_matmul(const Tensor& a, const Tensor& b, const std::optional<Tensor>
   const auto outs = a.options().dtype(c10::CppTypeToScalarType<Out>::value);
   Tensor result = batched ? at::empty({a.size(0), m, n}, outs) : at::empty({m, n}, outs);
   Out* to = result.template mutable_data_ptr<Out>();
-  const bool blocks = m >= FEWEST && k <= LONGEST && blocks_work();
-  const bool few = m <= A_FEW && b.dim() == 2 && b.stride(0) == 1 && b.stride(1) >= k;
-  if (!batched && (blocks || few) && m > 0 && n > 0 && k > 0) {
+  if (!batched && m > 0 && n > 0 && k > 0) {
     const Tensor left = in_lines<Low>(a), right = in_lines<Low>(b);
     if (left.scalar_type() == at::kFloat) {
       multiply<Low, Out>(matrix<float>(left), right, plus, to, m, k, n);

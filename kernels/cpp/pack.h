@@ -1,6 +1,8 @@
 // Packs blocks of a matrix, rounded to Low, as fp32 rows, even if they are columns in memory.
 #pragma once
 
+#include <type_traits>
+
 #include "rounding.h"
 
 namespace amp {
@@ -13,9 +15,16 @@ struct Matrix {
   bool turned;
 };
 
+// Stands for a low-precision dtype where values are rounded already.
+struct Exact {};
+
 template <class Low>
 inline float rounded_one(float x) {
-  return static_cast<float>(static_cast<Low>(x));
+  if constexpr (std::is_same_v<Low, Exact>) {
+    return x;
+  } else {
+    return static_cast<float>(static_cast<Low>(x));
+  }
 }
 template <class Low>
 inline float rounded_one(Low x) {
@@ -25,7 +34,11 @@ inline float rounded_one(Low x) {
 #if AMP_LANES
 template <class Low>
 inline Floats load_rounded(const float* from) {
-  return rounded(load(from), Low());
+  if constexpr (std::is_same_v<Low, Exact>) {
+    return load(from);
+  } else {
+    return rounded(load(from), Low());
+  }
 }
 template <class Low>
 inline Floats load_rounded(const Low* from) {

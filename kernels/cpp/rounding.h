@@ -33,6 +33,7 @@ inline void store(float* to, Floats x) { _mm512_storeu_ps(to, x); }
 inline Floats add(Floats x, Floats y) { return _mm512_add_ps(x, y); }
 inline Floats multiply_add(Floats x, Floats y, Floats z) { return _mm512_fmadd_ps(x, y, z); }
 inline Floats zeros() { return _mm512_setzero_ps(); }
+inline Floats fill(float x) { return _mm512_set1_ps(x); }
 inline float total(Floats x) { return _mm512_reduce_add_ps(x); }
 
 // The bits of a bf16 number, in the upper half of each lane; the lower half is undefined.
@@ -69,6 +70,7 @@ inline void store(float* to, Floats x) { _mm256_storeu_ps(to, x); }
 inline Floats add(Floats x, Floats y) { return _mm256_add_ps(x, y); }
 inline Floats multiply_add(Floats x, Floats y, Floats z) { return _mm256_fmadd_ps(x, y, z); }
 inline Floats zeros() { return _mm256_setzero_ps(); }
+inline Floats fill(float x) { return _mm256_set1_ps(x); }
 inline float total(Floats x) {
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -100,6 +102,31 @@ def test_a_sum_is_rounded_as_torch_rounds_it(seed: int, rows: int, dtype: torch.
     parts = (numbers * torch.tensor([1.0, 2.0**-9])).to(dtype)
     got = cast_matmul(parts, torch.ones(2, 3), torch.zeros(3), dtype, dtype)
     assert torch.equal(got[:, 0], (parts[:, 0].float() + parts[:, 1].float()).to(dtype))
+
+
+#: rows, sum, columns: a few rows beside long and short strips; parts of the matrix by columns and by rows; with rests
+LARGE = ((1, 2500, 41), (3, 70, 9000), (8, 300, 2100), (9, 2500, 300), (16, 2057, 7), (17, 100, 700), (31, 2500, 270),
+         (64, 2100, 530), (257, 2100, 300), (1030, 2050, 24))  # fmt: skip
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("sizes", LARGE, ids=str)
+def test_sizes_of_real_layers(sizes: tuple[int, int, int], threads: int) -> None:
+    """Every order of both operands, low and fp32, with and without a bias and a low-precision result."""
+    torch.manual_seed(sum(sizes))
+    m, k, n = sizes
+    a, b, bias = torch.randn(m, k), torch.randn(k, n), torch.randn(n)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for number, (dtype, turn_a, turn_b) in enumerate(itertools.product(LOW, (False, True), (False, True))):
+            left = a.to(dtype if number % 3 else F32)
+            right = b.to(F32 if number % 2 else dtype)
+            left = left.t().contiguous().t() if turn_a else left
+            right = right.t().contiguous().t() if turn_b else right
+            check(left, right, bias if number % 4 < 2 else None, dtype, dtype if number % 5 else F32)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_one_matrix_for_a_whole_batch() -> None:
