@@ -224,7 +224,7 @@ def roofline(args: argparse.Namespace, run: Run) -> None:
                 run.add(Row(key, figures={"microseconds": seconds * 1e6}))
             table.append([
                 name, f"{ours * 1e6:,.0f}", f"{theirs * 1e6:,.0f}", f"{ours / theirs:.2f}",
-                "ours" if ours <= theirs else "library", f"{config.name}, K in {pieces}: {config.reason}",
+                "ours" if ours <= theirs else "library", f"{config.name}, K in {pieces}: {config.reason.split(':')[0]}",
             ])  # fmt: skip
         run.table(
             f"{target}: forward of a layer with an fp32 weight, estimated from the data sheet of {OF_TARGET[target]}",
