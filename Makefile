@@ -33,7 +33,7 @@ AVX2 := AMP_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
 IN_TEST := not zoo and not distributed and not trainers
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help demo test test-zoo test-distributed test-trainers test-avx2 test-torch lint types docs bench bench-quick bench-compiled bench-full $(SCRIPTS:%=bench-%) bench-publish pictures clean
+.PHONY: help demo test test-zoo test-distributed test-trainers test-gpu test-avx2 test-torch lint types docs bench bench-quick bench-compiled bench-full $(SCRIPTS:%=bench-%) bench-publish pictures clean
 
 help:
 	@echo "make demo            train a small network at every level and compare"
@@ -41,6 +41,7 @@ help:
 	@echo "make test-zoo        45 models from transformers at every level and dtype, more random programs (half an hour)"
 	@echo "make test-distributed  every way of training with several processes, on every network (two gloo ranks)"
 	@echo "make test-trainers   Lightning, Accelerate and Transformers: several processes, resuming, peft"
+	@echo "make test-gpu        everything that needs a GPU, on one, and a file with the results to send back"
 	@echo "make test-avx2       all tests as on a CPU without AVX-512 (for one that has it)"
 	@echo "make test-torch TORCH=2.15.0 [PYTHON=python3.13]  types and all tests with another torch (gigabytes to download)"
 	@echo "make lint            ruff"
@@ -74,6 +75,10 @@ test-distributed: $(READY)
 
 test-trainers: $(READY)
 	@$(PYTEST) -m trainers $(ARGS)
+
+# Says what is missing where there is no GPU; ARGS=--stand-in runs the tests without one.
+test-gpu: $(READY)
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/gpu/run.py $(ARGS)
 
 test-avx2: $(READY)
 	@$(AVX2) $(PYTEST) -m "$(IN_TEST)" $(ARGS)

@@ -114,7 +114,7 @@ def inspect_model(
         try:
             with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stderr(io.StringIO()):
                 warnings.simplefilter("always")  # torch also prints what it traced before a failure
-                captured = capture_export(model, args, kwargs, dynamic_shapes, low=policy.low)
+                captured = capture_export(model, args, kwargs, dynamic_shapes, low=policy.low, policy=policy)
         except CaptureError as error:
             check_call(model, args, kwargs)
             if capture == "export":
@@ -145,7 +145,8 @@ def inspect_program(
     _check(graph, "export")
     progress("reading the program")
     costs = _costs(device, policy)
-    return _of_export(capture_program(program), policy, graph, {}, disable_passes, costs, target, [], 0.0, progress)
+    captured = capture_program(program, policy)
+    return _of_export(captured, policy, graph, {}, disable_passes, costs, target, [], 0.0, progress)
 
 
 def inspect_converted(

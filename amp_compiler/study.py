@@ -126,7 +126,8 @@ class Study:
         model.train(self.training)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = capture_export(model, args, kwargs, low=self.policy.low, inference=not self.training)
+            found = capture_export(model, args, kwargs, low=self.policy.low, inference=not self.training,
+                                   policy=self.policy)  # fmt: skip
         _without_attention_dropout(found.graph)
         return found
 

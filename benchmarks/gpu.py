@@ -1,4 +1,4 @@
-"""What can be said about the GPU kernels without a GPU: two tables, neither of which contains times.
+"""The GPU kernels: without a GPU, what is compiled, computed and estimated; with one, times beside the peers'.
 
 *Compiled*: every Triton kernel that we ship, in every tuning configuration, down to machine code for real GPUs:
 tensor-core instructions, registers, spills, shared memory, loads of 16 bytes, size. The peer in the same table is the
@@ -10,6 +10,11 @@ autocast has it: the weight is cast once and its low copy read twice, the weight
 "least" counts every operand once, as if the L2 cache held it; "most" counts every load of every program of the
 configuration that is chosen for the shape. Gradients checked and unscaled: launches and bytes of ours beside torch's
 foreach kernel, whose limits (tensors and blocks a launch) are those of its source for CUDA 12 and 13.
+
+*Estimated* from data sheets: the forward of a layer by our kernel, and by a cast and the library: the choice that
+``fuse_cast_matmul`` makes, and the tuning configuration with its reason.
+
+*Timed*, on a GPU only: ``gpu_timed.py``. Everything goes into one result file, to send back.
 """
 
 from __future__ import annotations
@@ -21,6 +26,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
+from gpu_timed import timed
 
 from harness import Row, Run, arguments, bars, console
 from subjects import bert_base_shapes
@@ -199,6 +207,32 @@ def computed(args: argparse.Namespace, run: Run) -> dict[str, dict[str, float]]:
     return drawn
 
 
+def roofline(args: argparse.Namespace, run: Run) -> None:
+    """Estimated times of a layer's forward, the configuration that is chosen and why, and who computes it."""
+    from amp_compiler.cost.fused import OF_TARGET, fused_seconds, library_seconds
+    from amp_compiler.cost.products import Product
+    from amp_compiler.kernels.cast_matmul_configs import choose
+
+    for target in args.target:
+        table: list[list[object]] = []
+        for name, (m, k, n) in LAYERS.items():
+            shape = Product(m, n, k, aligned=(n, k))
+            ours, theirs = fused_seconds(shape, target, "right"), library_seconds(shape, target, k * n)
+            config, pieces = choose(m, n, k, target)
+            for variant, seconds in (("ours", ours), ("cast before", theirs)):
+                key: dict[str, str | int] = {"what": "estimated", "target": target, "layer": name, "variant": variant}
+                run.add(Row(key, figures={"microseconds": seconds * 1e6}))
+            table.append([
+                name, f"{ours * 1e6:,.0f}", f"{theirs * 1e6:,.0f}", f"{ours / theirs:.2f}",
+                "ours" if ours <= theirs else "library", f"{config.name}, K in {pieces}: {config.reason.split(':')[0]}",
+            ])  # fmt: skip
+        run.table(
+            f"{target}: forward of a layer with an fp32 weight, estimated from the data sheet of {OF_TARGET[target]}",
+            ["", "ours µs", "cast and library µs", "ratio", "chosen", "our configuration"],
+            table,
+        )
+
+
 # ------------------------------------------------------------------------------------------------------ gradients
 
 #: torch's foreach kernels: elements a block; tensors and blocks a launch, by what a launch's arguments may take
@@ -264,7 +298,13 @@ def main() -> int:
         return 0
     failures = compiled(args, run)
     drawn = computed(args, run)
+    roofline(args, run)
     gradients(run)
+    if torch.cuda.is_available():
+        timed(run, max(args.rounds, 5), LAYERS, [rows * columns for rows, columns in bert_base_shapes()])
+    else:
+        console.print("No GPU: nothing was timed. Where torch finds one, this script also times products, gradients and"
+                      " steps, beside cuBLAS, foreach and autocast (docs/gpu.md).")  # fmt: skip
     console.print(f"{failures} of the compiled kernels have a problem." if failures else "No kernel has a problem.")
 
     def plot(path: Path) -> None:

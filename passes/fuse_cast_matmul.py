@@ -3,6 +3,8 @@
 1. ``mm(cast(x, bf16), t(cast(w, bf16)))``  →  ``cast_matmul(x, t(w), None, bf16, bf16)``; likewise ``addmm`` with its
    bias, and ``bmm``. A cast is absorbed only if its source is an input of the graph (which exists anyway) or has no
    other reader, and only if all readers of the low copy are such products: where a low copy is needed, it is read.
+   On a GPU a cast also stays where our kernel would take longer than the cast and the library's products, as estimated
+   from the GPU's data sheet (``amp_compiler/cost/fused.py``).
 2. ``unscale([t(mm(g, x): bf16)])``, ``return cast(mm(g, x): bf16, f32)``  →  ``cast_matmul(g, x, None, bf16, f32)``, in
    the backward: a gradient that is wanted in fp32 keeps the fp32 sum of the product, and is never rounded to low;
    likewise one that is cast to fp32 to be sent to other processes
@@ -17,13 +19,16 @@ Requires: folded. Ensures: folded, fused. A second run changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch import fx
 
 from amp_compiler import ir
+from amp_compiler.cost.fused import cast_seconds, fused_seconds, library_seconds, target_here
+from amp_compiler.cost.products import products
 from amp_compiler.kernels import cast_matmul as _defines_cast_matmul  # noqa: F401
 from amp_compiler.kernels.cpu import reason, runs_wide
 from amp_compiler.rewrite.base import Context, Dialect, Pass
@@ -40,11 +45,12 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
         return False
     graph = gm.graph
     devices = ("cpu", "cuda") if ctx.backend == "eager" else ("cpu",)
-    products = [n for n in graph.nodes if n.target in PRODUCTS and _is_low_product(n, devices)]
-    wide = {n: out for n in products if (out := _wide_reader(n)) is not None}
-    absorbed = _absorbable(products)
+    found = [n for n in graph.nodes if n.target in PRODUCTS and _is_low_product(n, devices)]
+    wide = {n: out for n in found if (out := _wide_reader(n)) is not None}
+    absorbed = {c for c in _absorbable(found) if _pays(c, wide)}
+    absorbed = {c for c in absorbed if not any(ir.LEFT in reader.meta for reader in _final_readers(c))}
     modified = False
-    for node in products:
+    for node in found:
         operands = _operands(node)
         fuses = node in wide or any(_cast_behind(x) in absorbed for x in operands if x is not None)
         if fuses or node.meta["val"].device.type == "cpu":
@@ -103,6 +109,30 @@ def _absorbable(products: list[fx.Node]) -> set[fx.Node]:
         if (ir.cast_source(c).op == "placeholder" or len(ir.cast_source(c).users) == 1 == len(list(_final_readers(c))))
         and all(reader in taking for reader in _final_readers(c))
     }  # fmt: skip
+
+
+def _pays(cast: fx.Node, wide: Mapping[fx.Node, fx.Node]) -> bool:
+    """True if products that round what this cast rounds take no longer than the cast and the library's products. They
+    are marked if not. A product that is wanted in fp32 is ours in any case."""
+    target = target_here(cast.meta["val"].device)
+    readers = [reader for reader in _final_readers(cast) if reader not in wide]
+    if target is None or not readers:
+        return True
+    ours, theirs = 0.0, cast_seconds(target, prod(ir.concrete(size) for size in cast.meta["val"].shape))
+    for reader in readers:
+        left, _, bias = _operands(reader)
+        if bias is not None and _cast_behind(bias) is cast:
+            return True
+        for product in products(reader):
+            ours += fused_seconds(product, target, "left" if _cast_behind(left) is cast else "right")
+            theirs += library_seconds(product, target, 0)
+    if ours > theirs:
+        for reader in readers:
+            reader.meta[ir.LEFT] = (
+                f"left to the library: on {target} a cast and its product take {theirs * 1e6:,.0f} µs together, "
+                f"amp::cast_matmul {ours * 1e6:,.0f} µs (estimated)"
+            )
+    return ours <= theirs
 
 
 def _without_cast(graph: fx.Graph, node: fx.Node, cast: fx.Node, product: fx.Node) -> fx.Node:

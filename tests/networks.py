@@ -160,10 +160,11 @@ class LlamaLike(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         x = self.token(ids)
         length = ids.shape[1]
-        angles = torch.arange(length).float()[:, None] * self.inv_freq.float().repeat(2)
+        angles = torch.arange(length, device=x.device).float()[:, None] * self.inv_freq.float().repeat(2)
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-        later = torch.triu(torch.ones(length, length, dtype=torch.bool), 1)
-        mask = torch.zeros(length, length, dtype=x.dtype).masked_fill(later, torch.finfo(x.dtype).min)
+        later = torch.triu(torch.ones(length, length, dtype=torch.bool, device=x.device), 1)
+        mask = torch.zeros(length, length, dtype=x.dtype, device=x.device)
+        mask = mask.masked_fill(later, torch.finfo(x.dtype).min)
         for layer in self.layers:
             x = layer(x, mask, cos, sin)
         return self.head(self.norm(x)).float()

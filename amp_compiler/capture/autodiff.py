@@ -128,6 +128,8 @@ def joint_graph(
 
     _detach_all_but(gm, gm.meta[ir.LOSS])
     with contextlib.ExitStack() as stack:
+        if decompositions is not None:  # Inductor: its code for GPUs rounds only what was marked while tracing
+            stack.enter_context(torch._inductor.config.patch("emulate_precision_casts", True))
         exported = aot_export_joint_with_descriptors(stack, gm, tuple(example_inputs), decompositions=decompositions)
         joint = exported.graph_module
     places = [n for n in joint.graph.nodes if n.op == "placeholder"]

@@ -26,7 +26,9 @@ from .. import ir
 from ..common.errors import CaptureError
 from ..common.logs import log
 from ..common.messages import first_line
+from ..policy import Policy
 from ..policy.scopes import inside_call, paths_of
+from . import composites
 from .dtype_reads import DtypeReads
 from .dynamo import capture_settings
 from .origin import annotate_origin, holds_large_values
@@ -60,18 +62,20 @@ def capture_export(
     *,
     low: torch.dtype | None = None,
     inference: bool = False,
+    policy: Policy | None = None,
 ) -> Exported:
     """Export a module to pre-dispatch ATen, each node with its module path and source line.
 
     Parameters and buffers are the first inputs of the graph. With ``low``, the forward runs a second time, to make the
     graph's twin in that dtype (see ``twin.py``), unless it asks no tensor for its dtype. With ``inference``, the model
-    is captured as in eval mode, and regions that only switch gradients on or off are inlined.
+    is captured as in eval mode, and regions that only switch gradients on or off are inlined. With ``policy``, ops that
+    it looks into are replaced by the ops inside of them (``composites.py``).
 
     What runs is a copy that shares the tensors: ``torch.export`` wraps the forward of every module that it traces and
     replaces its parameters by fakes, which another thread that calls the model would see.
     """
     with _traceable(model, inference) as traced:
-        return _capture(traced, args, kwargs, dynamic_shapes, low, inference)
+        return _capture(traced, args, kwargs, dynamic_shapes, low, inference, policy)
 
 
 @contextlib.contextmanager
@@ -106,7 +110,7 @@ _KEEPS_CACHE = (
 
 def _capture(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, dynamic_shapes: Any,
-    low: torch.dtype | None, inference: bool,
+    low: torch.dtype | None, inference: bool, policy: Policy | None,
 ) -> Exported:  # fmt: skip
     reads = DtypeReads()
     try:
@@ -120,23 +124,32 @@ def _capture(
             hint=_KEEPS_CACHE if "Cache in output" in str(error) else _REWRITE,
         ) from error
     _name_state(program, dict(model.named_parameters(remove_duplicate=False)))
+    _expand(program, policy)
     if low is None or not reads.found:
         return Exported(program)
     try:
         with low_trace(low), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they were shown when the program was made
-            twin = _export(sharing_copy(model), args, kwargs, dynamic_shapes, inference).graph_module
+            twin = _expand(_export(sharing_copy(model), args, kwargs, dynamic_shapes, inference), policy)
     except Exception as error:
         return Exported(program, None, first_line(error, named=True))
-    assert isinstance(twin, fx.GraphModule)
     return Exported(program, twin)
 
 
-def capture_program(program: torch.export.ExportedProgram) -> Exported:
+def capture_program(program: torch.export.ExportedProgram, policy: Policy | None = None) -> Exported:
     """Return an already exported program with the same annotations on its nodes as ``capture_export`` writes."""
     _annotate(program, {}, dict(program.state_dict))
     _name_state(program, dict(program.named_parameters()))
+    _expand(program, policy)
     return Exported(program)
+
+
+def _expand(program: torch.export.ExportedProgram, policy: Policy | None) -> fx.GraphModule:
+    gm = program.graph_module
+    assert isinstance(gm, fx.GraphModule)
+    if policy is not None:
+        composites.expand(gm, policy)
+    return gm
 
 
 def _name_state(program: torch.export.ExportedProgram, parameters: Mapping[str, torch.Tensor]) -> None:

@@ -11,7 +11,7 @@ torch 2.13 internals used here, and why:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,15 +21,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from .. import ir
 from ..common.errors import CaptureError
-from ..common.torch_names import OpOverload, pytree
+from ..common.torch_names import pytree
 from ..policy import Policy
-from ..policy.ops.row import OpClass
-from . import origin, placed, recurrent, vmap
+from . import composites, origin, placed, recurrent, vmap
+from .composites import Decompositions
 from .higher_order import is_closed
 from .interpreter import LoweringInterpreter, PromotingInterpreter
 from .vmap import is_functorch, is_vmap
-
-Decompositions = dict[Any, Callable[..., Any]]
 
 
 def lower(
@@ -155,47 +153,7 @@ def _tracing(mode: Any) -> Iterator[None]:
         yield
 
 
-# ------------------------------------------------------------------------------------------ decompositions
-
 def decompositions(policy: Policy) -> Decompositions:
     """Return the ops to decompose while lowering: RNNs always (torch's fused CPU op has no usable backward under
-    AOTAutograd), and under ``Policy.torch`` every composite op that autocast does not list, because autocast
-    sees the ops inside it."""
-    table: Decompositions = {} if policy.autocast_device is None else _composites(policy)
-    table.update(recurrent.decompositions(policy))
-    return table
-
-
-#: composites that a trace must not decompose: the C++ body of the first reads a dtype, which would stay fp32
-#: for good; that of the second stops gradients, which no node would show
-KEEP_WHOLE = ("rms_norm", "cosine_similarity")
-#: composites that only move values, but with an op that autocast lists (reflection_pad2d)
-HOLDS_LISTED = ("pad",)
-
-
-def _composites(policy: Policy) -> Decompositions:
-    from ..policy.ops.names import find_row
-    from ..policy.ops.torch_lists import LISTS
-
-    assert policy.autocast_device is not None
-    listed = frozenset().union(*LISTS[policy.autocast_device].values())
-    table: Decompositions = {}
-    for qualified in torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"):
-        if not qualified.startswith("aten::"):
-            continue
-        name = qualified.removeprefix("aten::")
-        row = find_row(name.split(".")[0])
-        op = _overload(name)
-        if name in listed or row is None or row.cls is OpClass.KEEP or row.name in KEEP_WHOLE or op is None:
-            continue
-        if row.cls is OpClass.EXACT and row.name not in HOLDS_LISTED:
-            continue  # it only moves values: autocast casts nothing inside it
-        table[op] = op.decompose
-    return table
-
-
-def _overload(name: str) -> OpOverload | None:
-    base, _, overload = name.partition(".")
-    packet = getattr(torch.ops.aten, base, None)
-    found = getattr(packet, overload or "default", None)
-    return found if isinstance(found, OpOverload) else None
+    AOTAutograd), and under ``Policy.torch`` composite ops."""
+    return {**composites.decompositions(policy), **recurrent.decompositions(policy)}

@@ -95,7 +95,7 @@ def convert_model(
     _warn_of_train_mode(model)
     untouched = not chosen.rewrites and not any(map(compiled_policy, model.modules()))
     low = None if untouched or "mark_dtype_origin" in disabled else chosen.low
-    captured = capture_export(model, args, kwargs, dynamic_shapes, low=low, inference=True)
+    captured = capture_export(model, args, kwargs, dynamic_shapes, low=low, inference=True, policy=chosen)
     gm, weights = captured.graph, weights_of(captured.program)
     weights.store_low = cast_params and "freeze_parameters" not in disabled
     ctx = Context(chosen, keep_io_dtypes, marked_modules(modules_of(model)), captured.twin, weights=weights)

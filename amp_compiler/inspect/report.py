@@ -166,9 +166,12 @@ def cast_totals(gm: fx.GraphModule) -> tuple[int, int]:
 
 
 def kernel_counts(gm: fx.GraphModule) -> Counter[tuple[str, str]]:
-    """Count (op, reason) of our own ops in a graph."""
-    return Counter((ir.op_name(n), n.meta[ir.KERNEL]) for _, inner in ir.all_graphs(gm) for n in inner.graph.nodes
+    """Count (op, reason) of our own ops in a graph, and of products that were left to the library."""
+    nodes = [n for _, inner in ir.all_graphs(gm) for n in inner.graph.nodes]
+    ours = Counter((ir.op_name(n), n.meta[ir.KERNEL]) for n in nodes
                    if ir.KERNEL in n.meta and ir.op_name(n).startswith("amp::"))  # fmt: skip
+    return ours + Counter((ir.op_name(n), n.meta[ir.LEFT]) for n in nodes
+                          if ir.LEFT in n.meta and ir.op_name(n) in ("mm", "bmm", "addmm"))  # fmt: skip
 
 
 def build_report(

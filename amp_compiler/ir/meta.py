@@ -24,6 +24,7 @@ CONSTANT = "amp_constant"  # node.meta key: the value of an input that is a cons
 CLOSED = "amp_closed"  # gm.meta key: a body that no pass may look into
 OUTPUT_DTYPES = "amp_output_dtypes"  # gm.meta key: the dtypes of the model's outputs, where tracing lost them
 KERNEL = "amp_kernel"  # node.meta key: why one of our ops replaces an ATen op
+LEFT = "amp_left"  # node.meta key: why none of our ops replaces this product
 LOSS = "amp_loss"  # gm.meta key: the output that is the loss, in the graph of a training step
 ROLE = "amp_role"  # node.meta key of the Role of an input of a joint graph; gm.meta key: those of its outputs
 RESTORED = "amp_restored"  # gm.meta key: the Roles of outputs that a skipped update must leave as they were

@@ -114,7 +114,7 @@ def plan(
     fake.train()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        captured = capture_export(fake, given, named, low=policy.low)
+        captured = capture_export(fake, given, named, low=policy.low, policy=policy)
     whole = sum(p.numel() for p in model.parameters())
     reduction = Reduction("plan", ranks, bucket_bytes=25 << 20 if parallel == "data" else BUCKET_BYTES)
     sharding = Sharding(reduction, 0, reshard_after_forward) if parallel == "sharded" else None

@@ -14,6 +14,7 @@ from amp_compiler.capture.export import Exported, capture_export
 from amp_compiler.common.errors import CaptureError
 from amp_compiler.inspect.data import Row
 from amp_compiler.inspect.report import graph_rows
+from amp_compiler.inspection import inspect_model
 from amp_compiler.passes import order
 from amp_compiler.policy.ops.names import find_row
 from amp_compiler.policy.ops.row import OpClass
@@ -247,3 +248,33 @@ def test_regions_inside_regions_keep_what_they_read(inference: bool) -> None:
     assert "higher_order::wrap_with_autocast" not in names
     assert not inference or "higher_order::wrap_with_set_grad_enabled" not in names
     assert torch.equal(found.program.module()(x), x @ x + x * 2 + torch.tensor([5.0, 7.0]))
+
+
+class Composites(nn.Module):
+    """Ops that autocast does not list, with ops inside that it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv3d(2, 2, 2, padding="valid")
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = torch.linalg.matrix_power(self.conv(x)[0, 0, 0], 3)
+        return y, torch.nn.functional.cross_entropy(y, torch.tensor([0, 1, 2]))
+
+
+def test_autocast_sees_inside_of_composite_ops() -> None:
+    """Both front ends give a composite op the precision of the ops in it, with the line and module that it had."""
+    model, x = Composites(), torch.randn(1, 2, 4, 4, 4)
+    policy = Policy.torch("cuda", torch.float16)
+    by_export, by_dynamo = (
+        inspect_model(model, (x,), policy=policy, capture=capture).report.rows for capture in ("export", "dynamo")
+    )
+    products = [(row.op, row.precision) for row in by_export if row.op in ("convolution", "matmul", "log_softmax")]
+    assert products == [("convolution", "float16"), *2 * [("matmul", "float16")], ("log_softmax", "float32")]
+    assert [(row.op, row.precision) for row in by_export if row.op != "detach"] == [
+        (row.op, row.precision) for row in by_dynamo if row.op != "detach"
+    ]
+    assert {row.module for row in by_export if row.op == "convolution"} == {"conv"}
+    assert all("matrix_power" in row.source for row in by_export if row.op == "matmul")
+    whole = [row.op for row in inspect_model(model, (x,), policy=Policy("O2", torch.float16)).report.rows]
+    assert {"conv3d", "linalg_matrix_power", "cross_entropy_loss"} <= set(whole)

@@ -101,7 +101,7 @@ def _fused(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
             continue
         if value.device.type == "cpu" and runs_wide(value.dtype):
             place.fail("is a low-precision product that this CPU computes in fp32.", node)
-        if value.device.type == "cuda" and ctx.backend == "eager":
+        if value.device.type == "cuda" and ctx.backend == "eager" and ir.LEFT not in node.meta:
             left = PRODUCTS[node.target]
             for operand in node.args[left : left + 2]:
                 if ir.is_float_cast(operand) and len(operand.users) == 1 and _of_input(operand):

@@ -1,0 +1,102 @@
+"""Parity with ``torch.autocast("cuda")``, the kernels, skipped steps, NCCL and conversion, on device ``cuda``: with
+values on a GPU; on the stand-in for one, dtypes, shapes, devices, launches and that nothing waits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from gpu.chosen import ATTENTION, CONVERTED, PARITY, SHAPES
+from gpu.harness import answer, results, value
+
+from networks import NETWORKS
+
+pytestmark = pytest.mark.gpu
+LOW = ("fp16", "bf16")
+
+
+@pytest.mark.parametrize("name", PARITY)
+def test_outputs_and_gradients_are_autocasts(name: str) -> None:
+    assert answer("cases_device", f"parity {name}") == []
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("network", NETWORKS)
+def test_every_network_is_as_under_autocast(network: str) -> None:
+    names = [f"parity {network} {low}" for low in LOW]
+    answers = results("cases_device", names)
+    assert {name: value(answers, name) for name in names} == {name: [] for name in names}
+
+
+@pytest.mark.parametrize("low", LOW)
+def test_updates_are_those_of_autocast_and_a_grad_scaler(low: str) -> None:
+    assert answer("cases_device", f"scaler {low}") == []
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_product_is_as_its_definition_and_as_cublas(shape: str) -> None:
+    found = answer("cases_device", f"product {shape} fp16")
+    assert found["like"]
+    assert found.get("exact", True)
+    assert found.get("blas", True)
+    assert found["launches"][:2] in (["matmul_kernel", "add_pieces_kernel"][: SHAPES[shape]], [])  # [] on a GPU
+
+
+def test_gradients_are_unscaled_by_one_launch_per_dtype() -> None:
+    found = answer("cases_device", "gradients")
+    assert found["finite"] == ["torch.bool", "cuda"]
+    assert found.get("values", True)
+    assert found["launches"] in (["unscale_kernel"] * 3, [])
+
+
+def test_a_product_that_the_library_computes_faster_is_left_to_it() -> None:
+    few, many = (answer("cases_device", f"layer of {rows} rows") for rows in (16, 65536))
+    assert few["kernels"] == ["1 × amp::cast_matmul: rounds an operand as it reads it"]
+    assert few["launches"] in (["matmul_kernel"], [])
+    assert many["launches"] == []
+    (said,) = many["kernels"]
+    assert "1 × addmm: left to the library: on " in said
+    assert "(estimated)" in said
+
+
+def test_a_step_is_skipped_without_waiting() -> None:
+    found = answer("cases_device", "skip")
+    assert found["skipped"] == ["torch.bool", "cuda"]
+    assert found.get("kept", True)
+
+
+def test_gradients_are_averaged_on_the_device() -> None:
+    found = answer("cases_device", "data parallel")
+    assert found["reduces"]
+    assert found["elsewhere"] == found["cpu"] == found["refused"] == []
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_a_converted_model_runs_there(name: str) -> None:
+    _converted(answer("cases_device", f"convert {name}"))
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", [name for name in NETWORKS if name not in ("lstm", "gru")])
+def test_every_converted_model_runs_there(name: str) -> None:
+    _converted(value(results("cases_device", [f"convert {name}"]), f"convert {name}"))
+
+
+def _converted(found: dict[str, Any]) -> None:
+    assert found["out"] == ["torch.float32", "cuda"]
+    assert found.get("near", True)
+    assert found["elsewhere"] == found["cpu"] == found["refused"] == []
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_gets_dtypes_that_its_kernel_takes(name: str) -> None:
+    found = answer("cases_device", f"attention {name}")
+    kernel = f"_scaled_dot_product_{ATTENTION[name]}_attention"
+    assert found["kernels"] == [kernel, f"{kernel}_backward"]
+    assert found["refused"] == []
+
+
+@pytest.mark.zoo
+def test_the_benchmark_times_every_variant() -> None:
+    products, gradients, steps = 2 * 3, 2, 2 * 5
+    assert value(results("cases_device", ["benchmark"]), "benchmark") == products + gradients + steps
