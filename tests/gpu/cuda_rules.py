@@ -1,4 +1,5 @@
-"""Dtypes that kernels of CUDA take and those of CPUs, fakes and ``meta`` do not insist on, from their sources."""
+"""Dtypes that kernels of CUDA take and those of CPUs, fakes and ``meta`` do not insist on, as far as they are known to us:
+written down by hand, and not compared with the sources of the kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +12,6 @@ from amp_compiler import ir
 
 LOW = (torch.float16, torch.bfloat16)
 #: op -> the arguments that must have one dtype: the kernel reads them by the first one's type
-#: (layer_norm_kernel.cu, group_norm_kernel.cu, Blas.cpp, Convolution.cpp, RNN.cu, Loss.cu, attention.cu)
 SAME = {
     "native_layer_norm": (0, 2, 3), "native_layer_norm_backward": (0, 1, 5), "native_group_norm": (0, 1, 2),
     "native_group_norm_backward": (0, 1, 4), "mm": (0, 1), "bmm": (0, 1), "addmm": (0, 1, 2), "baddbmm": (0, 1, 2),
