@@ -1,5 +1,5 @@
-"""Dtypes that kernels of CUDA take and those of CPUs, fakes and ``meta`` do not insist on, as far as they are known to us:
-written down by hand, and not compared with the sources of the kernels."""
+"""Dtypes that kernels of CUDA take, where those of CPUs, fakes and ``meta`` do not insist: written down by hand, and not
+compared with the sources of the kernels."""
 
 from __future__ import annotations
 
