@@ -1,5 +1,7 @@
-"""Dtypes that kernels of CUDA take, where those of CPUs, fakes and ``meta`` do not insist: written down by hand, and not
-compared with the sources of the kernels."""
+"""Dtypes that kernels of CUDA take, where those of CPUs, fakes and ``meta`` do not insist.
+
+They were written down by hand, and not compared with the sources of the kernels.
+"""
 
 from __future__ import annotations
 
