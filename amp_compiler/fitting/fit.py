@@ -104,9 +104,12 @@ def fit(
             raise ArgumentError(f"{name} must be a whole number of at least 1, not {value!r}.")
     if scheduler_every not in ("update", "epoch"):
         raise ArgumentError(f"scheduler_every is 'update' or 'epoch', not {scheduler_every!r}.")
+    _check_scheduler(scheduler, optimizer)
     checked = check_metrics(metrics)
     if checkpoint is not None:
         saved.check_path(checkpoint)
+    elif save_every_steps is not None:
+        raise ArgumentError("save_every_steps= writes the file of checkpoint=: say which file that is.")
     elif resume is True:
         raise ArgumentError("resume=True continues from the file of checkpoint=: say which file that is.")
     if checkpoint is not None and isinstance(options.get("parallel"), Sharded):
@@ -140,6 +143,24 @@ class _Files:
     path: str | os.PathLike[str] | None
     epochs: int | None
     steps: int | None
+
+
+def _check_scheduler(scheduler: Any, optimizer: Any) -> None:
+    """Raise unless ``scheduler`` is None or a scheduler of this optimizer."""
+    if scheduler is None:
+        return
+    if isinstance(scheduler, type) or not all(callable(getattr(scheduler, n, None)) for n in ("step", "state_dict")):
+        name = scheduler.__name__ if isinstance(scheduler, type) else type(scheduler).__name__
+        made = f"{name} itself" if isinstance(scheduler, type) else f"a {name}"
+        raise ArgumentError(
+            f"scheduler must be a scheduler of torch.optim.lr_scheduler, such as StepLR(optimizer, 10), not {made}."
+        )
+    moved = getattr(scheduler, "optimizer", optimizer)
+    if moved is not optimizer:
+        raise ArgumentError(
+            "The scheduler belongs to another optimizer, and would not change the learning rate of this one: make it "
+            "from the optimizer that you pass here."
+        )
 
 
 class _Schedule:

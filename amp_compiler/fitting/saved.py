@@ -49,9 +49,13 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
-        raise CheckpointError(f"The checkpoint {path} cannot be read: {error.strerror or error}.") from error
+        raise CheckpointError(
+            f"The checkpoint {path} cannot be read: {error.strerror or error}. {_START_ANEW}"
+        ) from error
     except Exception as error:
-        raise CheckpointError(f"{path} is damaged or is not a checkpoint of fit(): {first_line(error)}") from error
+        raise CheckpointError(
+            f"{path} is damaged or is not a checkpoint of fit() ({first_line(error, named=True)}). {_START_ANEW}"
+        ) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a checkpoint of fit(): pass a file that fit(checkpoint=...) wrote.")
     if state.get("version") != VERSION:
@@ -60,6 +64,9 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     if wrong:
         raise CheckpointError(f"{path} is damaged: {', '.join(wrong)} is missing or of another type.")
     return state
+
+
+_START_ANEW = "Continue from another file, or leave resume out to start anew."
 
 
 def exists(path: str | os.PathLike[str]) -> bool:

@@ -186,6 +186,11 @@ class HealthWatch:
         """Return what was sampled; without samples, what the last update shows. ``look`` is None before a batch.
         ``updating``: what encloses an update of an optimizer."""
         notes, samples, looks = [], list(self.samples), list(self.looks)
+        if not samples and window.done:
+            made = f"No update was made of these {window.done} micro-batches yet"
+            notes.append(f"{made}: lost updates are those that one would lose now.")
+        elif not samples and window.found is not None and bool(window.found):
+            notes.append("The last update was skipped, since a gradient was not finite: see step.explain_overflow().")
         if look is None and not samples:
             return Health(dtype=low, every=self.every, notes=("There is nothing to look at yet: run a step first.",))
         if not samples and (again := _once_more(optimizer, owner, updating)) is not None:

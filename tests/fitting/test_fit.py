@@ -359,3 +359,28 @@ def test_a_history_prints_and_is_plain_data(
     assert twin.step is None
     assert str(History()) == "No epoch was completed."
     assert copy.copy(history).epochs == history.epochs
+
+
+# ------------------------------------------------------------------------------------------------ wrong arguments
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda o: torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1)], 0.1), 1), "another optimizer"),
+        (lambda o: torch.optim.lr_scheduler.StepLR, "not StepLR itself"),
+        (lambda o: [torch.optim.lr_scheduler.StepLR(o, 1)], "not a list"),
+    ],
+)
+def test_a_scheduler_that_would_not_move_this_optimizer(wrong: Any, message: str) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(ArgumentError, match=message):
+        fit(model, nn.functional.mse_loss, optimizer, [(torch.ones(1, 2), torch.ones(1, 1))],
+            scheduler=wrong(optimizer))  # fmt: skip
+
+
+def test_saving_needs_a_file() -> None:
+    model = nn.Linear(2, 1)
+    with pytest.raises(ArgumentError, match="checkpoint="):
+        fit(model, nn.functional.mse_loss, torch.optim.SGD(model.parameters(), 0.1), [], save_every_steps=2)

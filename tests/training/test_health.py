@@ -345,3 +345,12 @@ def test_lost_updates_are_those_of_the_masters(every: int | None) -> None:
 
     assert lost(False) == 1.0
     assert [lost(method) for method in (True, "stochastic", "kahan")] == [0.0, 0.0, 0.0]
+
+
+def test_it_says_that_no_update_was_made() -> None:
+    step = make(accumulate_steps=2)
+    step(*DATA[0])
+    assert "No update was made of these 1 micro-batches yet" in str(step.health())
+    skipped = make(loss_scaler="dynamic")
+    skipped(DATA[0][0] * float("inf"), DATA[0][1])
+    assert "The last update was skipped" in str(skipped.health())
