@@ -23,6 +23,10 @@ NO_CLAIMS = {
     "for Adam 8 bytes per parameter": "the sizes of two fp32 numbers",
     "Gradients are fp32 until the update is made, 4 bytes": "the size of an fp32 number",
     "need 2 and 4 bytes less per parameter": "the sizes of dtypes",
+    "is used only where a cast and a product of the library would not be faster": "a rule, by an estimate",
+    "says that this is not slower": "a rule, by an estimate",
+    "where it should not be slower": "a rule, by an estimate",
+    "assumed to reach 70 % of the data sheet's rate": "an assumption",
 }
 
 
