@@ -5,6 +5,8 @@ Autocast's kernels for CUDA run here on fakes, so the comparison is with the tor
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +24,6 @@ from amp_compiler.capture.lower import decompositions
 from helpers import FORWARD, context, fakes
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the database calls what is deprecated too
-op_db: list[Any] = pytest.importorskip("torch.testing._internal.common_methods_invocations").op_db
 
 #: why autocast itself cannot say on a fake: the message, or the class, of what it raises
 NOT_ON_FAKES = (
@@ -55,8 +56,11 @@ def our_dtypes(op: Any, args: tuple[Any, ...], kwargs: Any, policy: Policy, tabl
 
 
 def samples(op: Any, number: int) -> Iterator[Any]:
-    for sample, _ in zip(op.sample_inputs("cpu", torch.float32, requires_grad=False), range(number), strict=False):
-        yield (sample.input, *sample.args), sample.kwargs
+    made = iter(op.sample_inputs("cpu", torch.float32, requires_grad=False))
+    found = list(itertools.islice(made, number))
+    if hasattr(made, "close"):
+        made.close()  # a generator that is freed later switches gradients on, which a trace would record
+    yield from (((sample.input, *sample.args), sample.kwargs) for sample in found)
 
 
 def compare(ops: list[Any], dtype: torch.dtype, number: int) -> tuple[int, list[str]]:
@@ -92,12 +96,24 @@ def _quiet() -> Iterator[None]:
     log.disabled = before
 
 
-OPS = [op for op in op_db if torch.float32 in op.dtypes]
+@functools.cache
+def all_ops() -> list[Any]:
+    """The ops of torch's database that take fp32. Importing it freezes the flags of ``torch.backends`` for the process,
+    which other tests set, and draws random numbers."""
+    flag, seed = "__allow_nonbracketed_mutation_flag", torch.get_rng_state()
+    held = torch.backends.flags_frozen.__globals__  # the module itself is replaced by an object
+    before = held[flag]
+    try:
+        op_db = pytest.importorskip("torch.testing._internal.common_methods_invocations").op_db
+    finally:
+        held[flag] = before
+        torch.set_rng_state(seed)
+    return [op for op in op_db if torch.float32 in op.dtypes]
 
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_call_of_every_op_has_autocasts_dtypes(part: int) -> None:
-    ops = OPS[part::PARTS]
+    ops = all_ops()[part::PARTS]
     same, different = compare(ops, torch.float16, 1)
     assert different == []
     assert same > 0.85 * len(ops)  # the rest cannot run on fakes
@@ -107,7 +123,7 @@ def test_a_call_of_every_op_has_autocasts_dtypes(part: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("part", range(PARTS))
 def test_all_calls_of_every_op_have_autocasts_dtypes(part: int, dtype: torch.dtype) -> None:
-    ops = OPS[part::PARTS]
+    ops = all_ops()[part::PARTS]
     same, different = compare(ops, dtype, 1000)
     assert different == []
     assert same > len(ops)
