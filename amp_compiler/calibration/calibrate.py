@@ -87,7 +87,7 @@ def calibrate(
     gathers = all_ranks and are_several()
     try:
         found = _measure(model, batches, loss_fn, low, 1.0 if scale is None else float(scale))
-    except Exception:
+    except Exception:  # the other processes wait for this one's rows: they are told, and the error goes on
         if gathers:
             with contextlib.suppress(CalibrationError):
                 over_ranks(None)

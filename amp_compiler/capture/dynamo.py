@@ -1,19 +1,17 @@
 """The default front end: ``torch.compile`` with a backend of our own.
 
 Dynamo provides guards, graph breaks, dynamic shapes and re-compilation; this file only tells it what to do
-with each graph and records what it could not capture. torch 2.13 internals: the ``allow_rnn``
-switch (Dynamo skips nn.LSTM and nn.GRU otherwise), ``AutocastModeVariable``, ``compile_subgraph_reason`` on
+with each graph and records what it could not capture. torch 2.13 internals: ``compile_subgraph_reason`` on
 Dynamo's graphs and ``torch._dynamo.utils.counters`` (the only places that say why a graph ended).
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
@@ -25,10 +23,11 @@ from ..common.errors import AmpError
 from ..policy.scopes import is_inside_call
 from . import wrappers
 from .frames import compile_with, left_as_plain, unwatched
-from .handle import Backend, clear_dead, is_handle
+from .handle import Backend, clear_dead
 from .handle import Handle as Handle
 from .remedies import Reason as Reason
 from .remedies import remedy as remedy
+from .settings import PLACES
 from .trampolines import Outside, is_library
 
 #: signatures that one compiled module may have before Dynamo gives up on it
@@ -93,12 +92,6 @@ def is_capture_failure(error: Exception) -> bool:
     if isinstance(error, exc.BackendCompilerFailed):
         return not isinstance(error.inner_exception, AmpError)
     return isinstance(error, (exc.TorchDynamoException, exc.ResumePrologueTracingError))
-
-
-def users_line(error: BaseException) -> str:
-    """Return the line of the model's code at which Dynamo stopped, if its error says so."""
-    stack = getattr(error, "real_stack", None)
-    return f"{stack[-1].filename}:{stack[-1].lineno} in {stack[-1].name}: {stack[-1].line}" if stack else ""
 
 
 def is_dynamo_error(error: BaseException) -> bool:
@@ -199,119 +192,6 @@ def not_captured(function: Callable[..., Any]) -> Callable[..., Any]:
     return functools.wraps(own)(made)
 
 
-@contextlib.contextmanager
-def capture_settings() -> Iterator[None]:
-    """Set Dynamo's options for a call of one of our modules. They are thread-local (torch 2.13)."""
-    import torch._dynamo
-
-    _tell_where_autocast_begins()
-    _capture_slow_attention()
-    _keep_prints()
-    _note_places()
-    old = torch._dynamo.config.allow_rnn
-    torch._dynamo.config.allow_rnn = True
-    try:
-        yield
-    finally:
-        torch._dynamo.config.allow_rnn = old
-
-
-@contextlib.contextmanager
-def varying_numbers() -> Iterator[None]:
-    """Have Dynamo treat an int behind a module (``self.trainer.global_step``) as a variable once it has changed,
-    instead of compiling the code for every value. Thread-local (torch 2.13)."""
-    import torch._dynamo
-
-    old = torch._dynamo.config.allow_unspec_int_on_nn_module
-    torch._dynamo.config.allow_unspec_int_on_nn_module = True
-    try:
-        yield
-    finally:
-        torch._dynamo.config.allow_unspec_int_on_nn_module = old
-
-
-@functools.cache
-def _capture_slow_attention() -> None:
-    """Capture the ops of ``nn.TransformerEncoderLayer`` in eval mode, not one fused op that is on no list. The switch,
-    ``torch.backends.mha.set_fastpath_enabled``, acts on the whole process, and other threads would see it. Instead, our
-    backends alone make Dynamo read that it is off."""
-    from torch._dynamo.variables import ConstantVariable
-    from torch._dynamo.variables.functions import UserFunctionVariable
-
-    call = UserFunctionVariable.call_function
-
-    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        asked = self.fn is torch.backends.mha.get_fastpath_enabled
-        if asked and is_handle(tx.output.compiler_fn):
-            return ConstantVariable.create(False)
-        return call(self, tx, args, kwargs)
-
-    UserFunctionVariable.call_function = call_function  # type: ignore[method-assign]
-
-
-@functools.cache
-def _keep_prints() -> None:
-    """Dynamo loses calls of ``reorderable_logging_functions`` in code that it inlines, which is all of a module here.
-    For our backends they are noted on the outermost frame, which makes them when its graph has run. Constants of any
-    kind may be printed (sizes, dtypes); in the body of a higher-order op only constants, and the rest breaks the graph.
-
-    torch 2.13 internals: ``DebuggingVariable.call_function`` and the ``debug_locals`` of a frame."""
-    from torch._dynamo.variables import ConstantVariable
-    from torch._dynamo.variables.misc import DebuggingVariable
-
-    call = DebuggingVariable.call_function
-
-    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if tx.export or not is_handle(tx.output.compiler_fn):
-            return call(self, tx, args, kwargs)
-        if not all(arg.is_python_constant() for arg in (*args, *kwargs.values())):
-            if tx.output.current_tracer.parent is not None:
-                return call(self, tx, [self], {})  # which Dynamo refuses: no value of the body is known outside of it
-            if not self.can_reorder_logs(self.value, [a for a in args if not a.is_python_constant()], kwargs):
-                return call(self, tx, args, kwargs)
-        tx.output.root_tx.debug_locals.append((self, list(args)))
-        return ConstantVariable.create(None)
-
-    DebuggingVariable.call_function = call_function  # type: ignore[method-assign]
-
-
-#: what Dynamo says of a graph break -> the user's line at which it last said so
-_PLACES: dict[str, str] = {}
-
-
-@functools.cache
-def _note_places() -> None:
-    """Dynamo counts graph breaks by their text; where a function is left as plain Python, nothing else is kept of them.
-    An entry is as long-lived as Dynamo's own count."""
-    from torch._dynamo.exc import Unsupported
-
-    add = Unsupported.add_to_stats
-
-    def add_to_stats(self: Any, category: str = "unimplemented") -> None:
-        add(self, category)
-        if where := users_line(self):
-            _PLACES[self.msg] = where
-
-    Unsupported.add_to_stats = add_to_stats  # type: ignore[method-assign]
-
-
-@functools.cache
-def _tell_where_autocast_begins() -> None:
-    """Record the module stack on the node that opens a ``torch.autocast`` region, where Dynamo writes none: the pass
-    ``normalize`` needs it to know which modules are inside. The patch stays for the whole process, as it only adds a
-    key to one node's meta."""
-    from torch._dynamo.variables.ctx_manager import AutocastModeVariable
-
-    enter = AutocastModeVariable.enter
-
-    def enter_with_stack(self: Any, tx: Any) -> Any:
-        result = enter(self, tx)
-        self.proxy.meta.setdefault("nn_module_stack", dict(tx.nn_module_stack))
-        return result
-
-    AutocastModeVariable.enter = enter_with_stack  # type: ignore[method-assign]
-
-
 _WRAPPERS = tuple(
     os.path.join(os.path.dirname(torch.__file__), *parts) for parts in (("distributed",), ("nn", "parallel"))
 )
@@ -384,7 +264,7 @@ class Tally:
         """Return the reasons for graph breaks since this tally was taken, one line each."""
         after = Tally.now()
         new = [reason for reason, count in after.breaks.items() if count > self.breaks.get(reason, 0)]
-        return [Reason(reason, _PLACES.get(reason, "")) for reason in new if reason.strip()]
+        return [Reason(reason, PLACES.get(reason, "")) for reason in new if reason.strip()]
 
     def skipped_since(self, failed_before: bool) -> str | None:
         """Return why a frame was left as plain Python since this tally was taken; None if none was.

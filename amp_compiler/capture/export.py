@@ -30,9 +30,9 @@ from ..policy import Policy
 from ..policy.scopes import inside_call, paths_of
 from . import composites
 from .dtype_reads import DtypeReads
-from .dynamo import capture_settings
 from .origin import annotate_origin, holds_large_values
 from .promotion import promoting
+from .settings import capture_settings
 from .twin import low_trace, sharing_copy
 
 

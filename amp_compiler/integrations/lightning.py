@@ -23,11 +23,11 @@ from ..runtime.regions import suspended
 from ..training.arguments import make_scaler, tell_of_low_parameters
 from ..training.scaler_base import LossScaler
 from ..training.update import gradients
+from .lightning_loop import HeldSchedulers, Metrics
 from .lightning_steps import ModuleSteps
 from .scaled_updates import ScaledUpdates
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric")
-_NEVER = sys.maxsize  # the frequency of a scheduler that waits
 
 
 def _plugin_class() -> Any:
@@ -119,14 +119,12 @@ class AmpPrecision(_plugin_class()):  # type: ignore[misc]
         self._only_fp16 = loss_scaler == "dynamic"
         scaler = None if "scale_loss" in disable_passes else make_scaler(loss_scaler)
         self._updates = ScaledUpdates(scaler, master_weights)
-        self._log = log
         self._options = dict(
             level=level, dtype=dtype, policy=policy, white_list=white_list, black_list=black_list, exclude=exclude,
             backend=backend, keep_output_dtypes=keep_output_dtypes, dynamic=dynamic, disable_passes=disable_passes,
         )  # fmt: skip
         self._modules: list[ModuleSteps] = []  # a Trainer has one, Fabric may have several
-        self._waiting: list[tuple[Any, int]] = []  # schedulers of a skipped step, and their frequencies
-        self._norms: list[Tensor] = []
+        self._schedulers, self._logged = HeldSchedulers(), Metrics(log)
 
     # ------------------------------------------------------------------------------------------ looking
 
@@ -221,7 +219,7 @@ class AmpPrecision(_plugin_class()):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _train_step(self) -> Generator[None, None, None]:
-        self._release_schedulers()
+        self._schedulers.release()
         steps = self._modules[-1]
         with steps.replaced("training_step"):
             yield
@@ -232,8 +230,8 @@ class AmpPrecision(_plugin_class()):  # type: ignore[misc]
         """Put everything back: the module's methods, with Fabric, and schedulers that waited."""
         for steps in self._modules:
             steps.remove()
-        self._release_schedulers()
-        self._norms.clear()
+        self._schedulers.release()
+        self._logged.forget()
         self._updates.end()
 
     # ------------------------------------------------------------------------------------------ backward
@@ -302,13 +300,13 @@ class AmpPrecision(_plugin_class()):  # type: ignore[misc]
             self._after_closure(model, optimizer)
         self._updates.step(optimizer, **kwargs)
         if model is not None and model.automatic_optimization:
-            self._hold_schedulers(model.trainer, optimizer)
+            self._hold_schedulers(model.trainer)
             self._updates.finish()
         return result
 
     def _after_closure(self, model: Any, optimizer: Any) -> None:
-        if self._log and _logs_now(model.trainer) and (grads := gradients(optimizer)):
-            self._norms.append(torch.nn.utils.get_total_norm(grads))
+        if self._logged.wanted(model.trainer) and (grads := gradients(optimizer)):
+            self._logged.note(grads)
         super()._after_closure(model, optimizer)
 
     def unscale_gradients(self, optimizer: Any) -> None:
@@ -329,20 +327,11 @@ class AmpPrecision(_plugin_class()):  # type: ignore[misc]
         device. In manual optimization, ask before you move a scheduler."""
         return self._updates.last_was_skipped
 
-    # ------------------------------------------------------------------------------------------ schedulers
-
-    def _hold_schedulers(self, trainer: Any, optimizer: Optimizer) -> None:
+    def _hold_schedulers(self, trainer: Any) -> None:
         """After a skipped step, have the loop pass over schedulers that move with steps, until the next one begins."""
         configs = [config for config in trainer.lr_scheduler_configs if config.interval == "step"]
         if configs and self.step_was_skipped:
-            self._waiting = [(config, config.frequency) for config in configs]
-            for config in configs:
-                config.frequency = _NEVER
-
-    def _release_schedulers(self) -> None:
-        for config, frequency in self._waiting:
-            config.frequency = frequency
-        self._waiting = []
+            self._schedulers.hold(configs)
 
     # ------------------------------------------------------------------------------------------ checkpoints and logs
 
@@ -374,17 +363,8 @@ class AmpPrecision(_plugin_class()):  # type: ignore[misc]
             self.load_state_dict(checkpoint["MixedPrecision"])
 
     def _log_metrics(self, model: Any) -> None:
-        trainer = model.trainer
-        if not self._log or not _logs_now(trainer):
-            return
-        metrics = self.metrics()
-        if self._norms:
-            norm = self._norms[0] if len(self._norms) == 1 else torch.stack(self._norms).norm()
-            metrics["grad_norm"] = float(norm)
-            self._norms.clear()
-        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+        if self._logged.wanted(model.trainer):
+            self._logged.send(model.trainer, self.metrics())
 
     # ------------------------------------------------------------------------------------------ internals
 
@@ -401,12 +381,7 @@ class AmpPrecision(_plugin_class()):  # type: ignore[misc]
         return trainer if getattr(trainer, "precision_plugin", None) is self else None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_modules": [], "_waiting": [], "_norms": []}
-
-
-def _logs_now(trainer: Any) -> bool:
-    """True if the loggers get metrics in this step."""
-    return not trainer.barebones and bool(trainer._logger_connector.should_update_logs)
+        return {**self.__dict__, "_modules": []}
 
 
 def _unwrapped(optimizer: Any) -> Any:

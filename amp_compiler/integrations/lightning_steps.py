@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture import dynamo
+from ..capture import dynamo, settings
 from ..capture.frames import unwatched
 from ..common.errors import AmpWarning, ArgumentError
 from ..common.messages import users_frame
@@ -152,7 +152,7 @@ class ModuleSteps:
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal grown, target
             known = len(compiled.graphs)
-            with dynamo.varying_numbers():
+            with settings.varying_numbers():
                 result = target(*args, **kwargs)
             grown += target is compiled and len(compiled.graphs) > known
             if grown == _PATIENCE and target is compiled:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture import dynamo
+from ..capture import dynamo, settings
 from ..capture.wrappers import given_low, is_own_break, is_wrapped, units_note
 from ..common.errors import AmpError, AmpWarning, ArgumentError, CaptureError
 from ..common.messages import first_line, users_frame
@@ -69,9 +69,9 @@ class Captured:
         before, pieces = dynamo.Tally.now(), len(state.pieces)
         wide = state.handed.call(self._wide(*args, **kwargs))
         outside = self._outside.call() if self._outside is not None else contextlib.nullcontext()
-        with suspended(), self._no_autocast(), dynamo.capture_settings(), outside, wide, inside_call() as surroundings:
-            outer, state.running.entered = state.running.entered, surroundings
-            if surroundings.scopes:
+        with suspended(), self._no_autocast(), settings.capture_settings(), outside, wide, inside_call() as around:
+            outer, state.running.entered = state.running.entered, around
+            if around.scopes:
                 state.leave("a precision scope only works inside a model's code; around a call of it, it does nothing")
             try:
                 result = self._run(*args, **kwargs)
@@ -85,7 +85,7 @@ class Captured:
                 raise explained from error
             finally:
                 state.running.entered = outer
-        if Surroundings.now().opened > surroundings.opened and "scope" not in state.warned:
+        if Surroundings.now().opened > around.opened and "scope" not in state.warned:
             state.warned.add("scope")
             why = "; ".join(reason.in_full() for reason in before.breaks_since()) or "see not_captured in the report"
             state.leave(
@@ -163,7 +163,7 @@ def _explain(error: Exception, fullgraph: bool) -> Exception | None:
     if dynamo.is_over_limit(error):
         return CaptureError(dynamo.RECOMPILE_LIMIT_REACHED)
     if dynamo.is_unsupported(error) or (fullgraph and dynamo.is_dynamo_error(error)):
-        where = dynamo.users_line(error)
+        where = settings.users_line(error)
         place = f" at {where.removesuffix(': ')}" if where else ""
         return CaptureError(
             f"With fullgraph=True the model must be a single graph, but it has a graph break{place} "

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from amp_compiler import AmpModule, AmpWarning, Policy, amp_compile, ir, precision
 from amp_compiler.capture import autodiff, dynamo, export, higher_order, interpreter, lower, origin, recurrent, twin
+from amp_compiler.capture import settings as capture
 from amp_compiler.common.errors import VerifyError
 from amp_compiler.ir import Decision, Mode, constants, decisions
 from amp_compiler.passes import fold_casts, insert_casts, mark_dtype_origin, normalize, order
@@ -596,7 +597,7 @@ def custom_function() -> None:
 
 def settings(**changes: bool) -> Removal:
     """Capture with one setting as it would be without us."""
-    real = dynamo.capture_settings
+    real = capture.capture_settings
 
     @contextlib.contextmanager
     def changed() -> Iterator[None]:
@@ -604,7 +605,7 @@ def settings(**changes: bool) -> Removal:
             torch._dynamo.config.allow_rnn = changes.get("rnn", True)
             yield
 
-    return becomes(dynamo, "capture_settings", changed)
+    return becomes(capture, "capture_settings", changed)
 
 
 @contextlib.contextmanager
@@ -637,7 +638,7 @@ def lstm_like_autocast() -> None:
     assert {r.precision for r in fast.report().rows if r.op in ("linear", "matmul", "mm")} == {"bfloat16"}
 
 
-@trap("fused encoder layer", becomes(dynamo, "is_handle", lambda compiler: False))
+@trap("fused encoder layer", becomes(capture, "is_handle", lambda compiler: False))
 def fastpath() -> None:
     model = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True).eval()
     fast = compiled(model)
