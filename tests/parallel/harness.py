@@ -7,6 +7,7 @@ the lists of ``diagonal.py`` are one run together.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import importlib
@@ -15,6 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Sequence
 from datetime import timedelta
@@ -28,6 +30,8 @@ else:
     from parallel.diagonal import DIAGONAL
 #: a rank that fails leaves the others waiting in a collective: they give up after this many seconds
 TIMEOUT = 60
+#: seconds without an answer of any rank after which a run counts as hanging; the longest case takes one minute alone
+PATIENCE = 600
 
 
 def results(module: str, world: int, names: Sequence[str]) -> dict[str, list[Any]]:
@@ -61,11 +65,30 @@ def _run(world: int, names: Sequence[str]) -> dict[str, list[Any]]:
             str(HERE / "harness.py"), folder, *names,
         ]  # fmt: skip
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "AMP_VERIFY": "deep"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=1200)
         files = [Path(folder) / f"{rank}.jsonl" for rank in range(world)]
+        with (Path(folder) / "said").open("w+") as said:
+            torchrun = subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT)
+            ended = _until_done(torchrun, files)
+            said.seek(0)
+            lost = {"error": f"no answer; torchrun {ended}:\n{said.read()[-6000:]}"}
         ranks = [dict(json.loads(line) for line in f.read_text().splitlines()) if f.exists() else {} for f in files]
-    lost = {"error": f"no answer; torchrun ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"}
     return {name: [rank.get(name, lost) for rank in ranks] for name in names}
+
+
+def _until_done(torchrun: subprocess.Popen[bytes], files: Sequence[Path]) -> str:
+    """Wait for a run and return how it ended. One that answers no further case for minutes is told to end, which ends
+    the ranks too; killed, torchrun would leave them behind."""
+    known, since = -1, time.monotonic()
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return f"ended with {torchrun.wait(timeout=1)}"
+        size = sum(file.stat().st_size for file in files if file.exists())
+        if size != known:
+            known, since = size, time.monotonic()
+        elif time.monotonic() - since > PATIENCE:
+            torchrun.terminate()
+            torchrun.wait()
+            return f"answered nothing for {PATIENCE} s and was ended"
 
 
 def _worker(folder: str, names: Sequence[str]) -> None:
