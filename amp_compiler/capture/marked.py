@@ -1,7 +1,7 @@
 """``requires_grad_()`` on a value inside a graph, as the hooks of gradient checkpointing call it.
 
-Dynamo puts it into a graph only if no output depends on it by way of autograd: under ``no_grad``, or if all that is made
-of the value is detached. Then it has no effect, unless the graph itself computes gradients.
+Dynamo puts it into a graph only if no output depends on it by way of autograd: under ``no_grad``, or if all that is
+made of the value is detached. Then it has no effect, unless the graph itself computes gradients.
 
 torch 2.13: Dynamo writes it between two calls that allow it inside of torch.func.
 """
