@@ -228,6 +228,8 @@ class _Callback:
             if not has_tensor_in_frame(frame):
                 return ConvertFrameReturn()  # as Dynamo does, since a logger has many methods
             return guarded(trampoline(code, runner(code, frame.f_globals, self._outside, "captured")))
+        if outside.is_plain() and library:
+            return ConvertFrameReturn(apply_to_code=False)  # it would be captured together with what plain code runs in
         if code in _LEFT:
             return guarded(trampoline(code, runner(code, frame.f_globals, self._outside, "plain")))
         left = (code, _rounds_left(frame)) if self._handle.unrolls else None

@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_
 from .. import ir
 from ..common.torch_names import pytree
 from . import vmap
+from .marked import is_mark
 from .vmap import is_functorch, is_vmap
 
 #: higher-order ops that the passes know; the body of any other must not be run on fakes
@@ -34,7 +35,7 @@ def is_closed(target: Any, bodies: Sequence[Any]) -> bool:
     ours = target.name() in ("autograd_function_apply", "tag_activation_checkpoint")  # their bodies are lowered here
     found = [inner for body in bodies if isinstance(body, fx.GraphModule) for _, inner in ir.all_graphs(body)]
     nodes = [node for inner in found for node in inner.graph.nodes]
-    return any(is_functorch(node) and not (ours and is_vmap(node)) for node in nodes)
+    return any(is_functorch(node) and not (ours and (is_vmap(node) or is_mark(node))) for node in nodes)
 
 
 def keep_autograd_function(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], interpreter: Any) -> Any:

@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import (
 from .. import ir
 from ..common.torch_names import HigherOrderOperator, OpOverload, schema_of
 from . import higher_order, vmap
+from .marked import is_mark
 from .placed import Placements
 from .promotion import converted, promoting
 
@@ -38,6 +39,8 @@ class LoweringInterpreter(fx.Interpreter):
         mode = get_proxy_mode()
         if n.op not in ("call_function", "call_method") or mode is None:
             return super().run_node(n)
+        if is_mark(n):
+            return self.env[n.args[0]] if isinstance(n.args[0], fx.Node) else None
         before = [(x, get_proxy_slot(x, mode.tracer, None)) for x in inputs]
         result = self._run(n)
         named = {key: n.meta[key] for key in (ir.DTYPE_OF, ir.NUMBER_OF) if key in n.meta}

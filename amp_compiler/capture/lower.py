@@ -27,6 +27,7 @@ from . import composites, origin, placed, recurrent, vmap
 from .composites import Decompositions
 from .higher_order import is_closed
 from .interpreter import LoweringInterpreter, PromotingInterpreter
+from .marked import is_mark, uses_gradients
 from .vmap import is_functorch, is_vmap
 
 
@@ -108,11 +109,12 @@ def why_not(gm: fx.GraphModule) -> str | None:
     Tracing runs the graph on fakes. A tensor that the graph holds itself (optimizer state) is real and would be
     written to; levels of torch.func exist only at run time, and a fake would leak out of them.
     """
+    ignored = is_mark if not uses_gradients(gm) else lambda node: False
     for node in gm.graph.nodes:
         held = getattr(gm, str(node.target), None) if node.op == "get_attr" else None
         if isinstance(held, torch.Tensor):
             return "it holds tensors of its own, such as an optimizer's state"
-        if is_functorch(node) and not is_vmap(node):
+        if is_functorch(node) and not is_vmap(node) and not ignored(node):
             return f"it uses torch.func ({getattr(node.target, '__name__', node.target)})"
         if ir.is_higher_order(node):
             bodies = [inner for _, inner in ir.subgraphs(gm, node)]

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..common.errors import AmpWarning, ArgumentError, CheckpointError
+from ..common.keywords import check_keywords
 from ..common.messages import users_frame
 from ..parallel.spec import Sharded
 from ..runtime.arguments import call_arguments
@@ -98,6 +99,7 @@ def fit(
         >>> [epoch.updates for epoch in history], 0 <= history[-1].metrics["accuracy"] <= 1
         ([3, 3, 3], True)
     """
+    check_keywords("fit()", options, fit, compile_train_step)
     numbers = {"steps": steps, "save_every_epochs": save_every_epochs, "save_every_steps": save_every_steps}
     for name, value in {"epochs": epochs, **{n: v for n, v in numbers.items() if v is not None}}.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,14 +21,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..common.errors import AmpWarning, ArgumentError, ParallelError
+from ..common.keywords import check_keywords
 from ..common.messages import users_frame
+from ..compile import amp_compile
 from ..module import AmpModule
 from ..policy import Policy, check_low_dtype, default_dtype
 from ..training.arguments import check_method, make_scaler, tell_of_low_parameters
+from ..training.penalty import told_of_double_backward
 from ..training.scaler_base import LossScaler
 from ..training.update import gradients
 from .inplace import InPlaceForward, installed
-from .scaled_updates import ScaledUpdates
+from .scaled_updates import ScaledUpdates, has
 
 _SCALER_FILE = "scaler.pt"  # the name that accelerate 1.15 gives to the scaler's state in a checkpoint
 _UNSUPPORTED = {
@@ -98,6 +101,7 @@ def prepare(
         >>> amp_module(prepared).report().by_precision["float16"]
         1
     """
+    check_keywords("prepare()", options, prepare, amp_compile)
     low = low_dtype(accelerator, dtype, options.get("policy"))
     objects = (model,) if optimizer is None and not rest else (model, optimizer, *rest)
     scaler = accelerator.scaler
@@ -217,16 +221,13 @@ def _lower(model: nn.Module, options: dict[str, Any]) -> Iterator[tuple[InPlaceF
 
 
 class AcceleratedUpdates(ScaledUpdates):
-    """The loss scaler of an accelerator, if it has one, and the optimizers that it has prepared.
+    """The loss scaler of an accelerator, if it has one, and the optimizers that it has prepared."""
 
-    Whatever the order of ``backward``, clipping and steps, the optimizers see the gradients that they would see without
-    loss scaling: those that were unscaled are scaled again before a backward adds to them.
-    """
-
-    def __init__(self, scaler: LossScaler | None = None, master_weights: bool | str = True) -> None:
-        super().__init__(scaler, master_weights)
+    def __init__(
+        self, scaler: LossScaler | None, master_weights: bool | str = True, backward: str = "accelerator.backward(loss)"
+    ) -> None:
+        super().__init__(scaler, master_weights, backward)
         self.optimizers: list[Optimizer] = []
-        self._used: list[Optimizer] = []  # those that have stepped since the last backward
 
     def adopt(self, prepared: AcceleratedOptimizer) -> AmpOptimizer:
         """Make a prepared optimizer step by way of the scaler."""
@@ -235,65 +236,25 @@ class AcceleratedUpdates(ScaledUpdates):
         prepared.__class__ = AmpOptimizer
         prepared.amp_updates = self
         self.weights.attach(prepared.optimizer)
-        if not _has(self.optimizers, prepared.optimizer):
+        self._known.add(prepared.optimizer)
+        if not has(self.optimizers, prepared.optimizer):
             self.optimizers.append(prepared.optimizer)
         return prepared  # type: ignore[no-any-return]
 
     def unscale_those(self, wanted: Callable[[Optimizer], bool]) -> None:
         """Unscale the gradients of the optimizers that are ``wanted``, unless that was done."""
         for optimizer in self.optimizers:
-            if self.scaler is not None and wanted(optimizer) and not _has(self._used, optimizer):
+            if self.scaler is not None and wanted(optimizer):
                 self.unscale(optimizer)
 
     def take(self, scaler: LossScaler, optimizer: Optimizer, closure: Callable[..., Any] | None) -> bool:
-        """Take the step or skip it; return whether it was taken. The scale is adapted as soon as no other optimizer has
-        gradients that wait for a step, and otherwise before the next backward."""
-        if _has(self._used, optimizer):  # a second step with the same gradients
-            self.finish()
-            self._scale(optimizer)
-        else:
-            self._used.append(optimizer)
-        self.unscale(optimizer)
+        """Take the step or skip it; return whether it was taken. All optimizers are known here, so the scale is adapted
+        as soon as no other one has gradients that wait for a step, and otherwise before the next backward."""
         self.step(optimizer, **({} if closure is None else {"closure": closure}))
         skipped = scaler.was_skipped(optimizer)
-        if not any(gradients(other) for other in self.optimizers if not _has(self._used, other)):
+        if not any(gradients(other) for other in self._waiting()):
             self.finish()
         return not skipped
-
-    def finish(self, optimizers: Iterable[Optimizer] = ()) -> None:
-        if self.scaler is None or not self._stepped:
-            return
-        self._scale_clipped()
-        self._stepped = []
-        waiting = [other for other in self.optimizers if not _has(self._used, other)]
-        held = {id(grad): grad for other in waiting for grad in gradients(other)}
-        before = {grad.device: self.scaler.scale_on(grad.device).clone() for grad in held.values()}
-        self.scaler.update()
-        for grad in held.values():
-            grad.mul_(self.scaler.scale_on(grad.device) / before[grad.device])
-
-    def begin_backward(self, optimizers: Iterable[Optimizer] = ()) -> None:
-        """Adapt the scale if that is due, and make all gradients scaled ones, since more may be added to them."""
-        self.finish()
-        if self.scaler is not None:
-            self._scale_clipped()
-            for optimizer in self._used:
-                self._scale(optimizer)
-            self.scaler.forget()
-        self._used.clear()
-
-    def end(self) -> None:
-        super().end()
-        self._used.clear()
-
-    def _scale_clipped(self) -> None:
-        for optimizer in self.optimizers:
-            if self.scaler is not None and self.scaler.is_unscaled(optimizer) and not _has(self._used, optimizer):
-                self._scale(optimizer)
-
-
-def _has(optimizers: list[Optimizer], optimizer: Optimizer) -> bool:
-    return any(known is optimizer for known in optimizers)
 
 
 class AmpOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
@@ -324,7 +285,8 @@ class AmpAccelerator(Accelerator):  # type: ignore[misc]
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         self.amp_updates.begin_backward()
-        super().backward(loss, **kwargs)
+        with told_of_double_backward():
+            super().backward(loss, **kwargs)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         if optimizer is None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..common.errors import ArgumentError
+from ..common.keywords import names_its_keywords
 from ..inspect.report import Report
 from ..module import AmpMethod
 from ..policy import Policy, default_dtype, dtype_name
@@ -21,12 +22,14 @@ from ..runtime.arguments import check_request
 from ..runtime.methods import STEPS
 from ..runtime.regions import suspended
 from ..training.arguments import make_scaler, tell_of_low_parameters
+from ..training.penalty import told_of_double_backward
 from ..training.scaler_base import LossScaler
 from ..training.update import gradients
 from .lightning_loop import HeldSchedulers, Metrics
 from .lightning_steps import ModuleSteps
 from .scaled_updates import ScaledUpdates
 
+_BACKWARD = "self.manual_backward(loss) of the LightningModule, or fabric.backward(loss) of Fabric,"
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric")
 
 
@@ -92,6 +95,7 @@ class AmpPrecision(_plugin_class()):  # type: ignore[misc]
         True
     """
 
+    @names_its_keywords("AmpPrecision()")
     def __init__(
         self,
         level: str = "O2",
@@ -118,7 +122,7 @@ class AmpPrecision(_plugin_class()):  # type: ignore[misc]
         self._low = asked.policy.dtype or asked.dtype
         self._only_fp16 = loss_scaler == "dynamic"
         scaler = None if "scale_loss" in disable_passes else make_scaler(loss_scaler)
-        self._updates = ScaledUpdates(scaler, master_weights)
+        self._updates = ScaledUpdates(scaler, master_weights, _BACKWARD)
         self._options = dict(
             level=level, dtype=dtype, policy=policy, white_list=white_list, black_list=black_list, exclude=exclude,
             backend=backend, keep_output_dtypes=keep_output_dtypes, dynamic=dynamic, disable_passes=disable_passes,
@@ -245,7 +249,7 @@ class AmpPrecision(_plugin_class()):  # type: ignore[misc]
             return self._scaled(tensor)
 
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        with suspended():
+        with suspended(), told_of_double_backward():
             if self._trainer_of(model) is not None:
                 super().backward(tensor, model, *args, **kwargs)
                 return

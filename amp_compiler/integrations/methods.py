@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -14,13 +16,21 @@ _CLASS = object()  # the module has no attribute of its own by that name: its cl
 class InPlaceMethod:
     """Stands in for a method of one module. A copy or a pickle of the module gets the module's own method.
 
+    It is a ``types.MethodType`` to ``isinstance``: Fabric's ``mark_forward_method`` refuses anything else.
+
     ``run``: what is called instead.
     """
 
     def __init__(self, module: nn.Module, name: str, run: Callable[..., Any]) -> None:
         self.module, self.name, self.run = module, name, run
         self.__wrapped__ = getattr(module, name)  # trainers read its signature
+        self.__self__, self.__func__ = module, _unbound(run, self.__wrapped__)
+        self.__name__, self.__code__ = name, self.__func__.__code__
         self._before = module.__dict__.get(name, _CLASS)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return types.MethodType
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)
@@ -40,6 +50,16 @@ class InPlaceMethod:
 
 def _same(value: Any) -> Any:
     return value
+
+
+def _unbound(run: Callable[..., Any], method: Callable[..., Any]) -> Any:
+    """Return ``run`` as a function of the module, too, with the signature of ``method``."""
+
+    def function(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return run(*args, **kwargs)
+
+    own = getattr(method, "__func__", None)
+    return function if own is None else functools.wraps(own)(function)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..common.errors import ArgumentError
+from ..common.errors import ArgumentError, ScalerError
 from ..training.arguments import check_method
 from ..training.masters import LowWeights
 from ..training.scaler_base import LossScaler
@@ -20,16 +20,26 @@ from ..training.update import gradients
 class ScaledUpdates:
     """A loss scaler whose ``update`` waits for the steps of all optimizers.
 
-    ``update`` may change the scale, and gradients that another optimizer still holds were made with the old one. So the
-    scale changes before the next backward, and gradients held by an optimizer that has not stepped change with it.
+    Whatever the order of ``backward``, clipping and steps, the optimizers see the gradients that they would see without
+    loss scaling. ``update`` may change the scale, and gradients that another optimizer still holds were made with the
+    old one: they change with it. Gradients that were unscaled are scaled again before a backward adds to them.
+
+    ``backward``: what users call in the place of ``loss.backward()``.
     """
 
-    def __init__(self, scaler: LossScaler | None, master_weights: bool | str = True) -> None:
+    def __init__(
+        self, scaler: LossScaler | None, master_weights: bool | str = True, backward: str = "scaler.backward(loss)"
+    ) -> None:
         check_method(master_weights)
         self.scaler = scaler
         self.weights = LowWeights(master_weights)
+        self.backward = backward
         self._stepped: list[Optimizer] = []  # since the last update
+        self._used: list[Optimizer] = []  # since the last backward: their gradients are unscaled
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        #: at the last step of each optimizer: how often losses were scaled so far, and its gradients
+        self._last: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[Tensor]]]]
+        self._last = weakref.WeakKeyDictionary()
         self._flag: Tensor | None = None  # of the last step: 1.0 if it was skipped
         self._skipped: Tensor | int = 0
 
@@ -58,11 +68,27 @@ class ScaledUpdates:
             )
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Unscale the gradients of ``optimizer``, if that was not done since its last step."""
+        """Unscale the gradients of ``optimizer``, if that was not done since the last backward."""
         assert self.scaler is not None
         self._known.add(optimizer)
-        if gradients(optimizer) and not self.scaler.is_unscaled(optimizer):
+        grads = gradients(optimizer)
+        if not grads:
+            return
+        self._check_scaled(optimizer, grads)
+        if not has(self._used, optimizer) and not self.scaler.is_unscaled(optimizer):
             self.scaler.unscale_(optimizer)
+
+    def _check_scaled(self, optimizer: Optimizer, grads: list[Tensor]) -> None:
+        """Raise if the gradients come from a backward that was not scaled, as far as that can be seen."""
+        assert self.scaler is not None
+        calls, last = self._last.get(optimizer, (0, []))
+        if self.scaler.calls > calls or any(ref() is grad for ref in last for grad in grads):
+            return
+        raise ScalerError(
+            f"The gradients of this {type(optimizer).__name__} come from a backward without loss scaling, and would be "
+            f"divided by a scale that they were not multiplied by. Call {self.backward} in the place of "
+            'loss.backward(), or use dtype="bfloat16", which needs no loss scaling.'
+        )
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
         """Take the step or skip it. Without any gradient there is nothing to do, as without a scaler."""
@@ -70,44 +96,51 @@ class ScaledUpdates:
         self._flag = None
         if not gradients(optimizer):
             return
-        if any(other is optimizer for other in self._stepped):  # a second step with the same gradients
+        self.unscale(optimizer)
+        if has(self._used, optimizer):  # a second step with the same gradients
             self.finish()
             self._scale(optimizer)
+        else:
+            self._used.append(optimizer)
         with self.weights.updating(optimizer):
             self.scaler.step(optimizer, **kwargs)
         if (flag := self.scaler.overflow_flag(optimizer)) is not None:
             self._flag, self._skipped = flag, self._skipped + flag
         self._stepped.append(optimizer)
+        self._last[optimizer] = self.scaler.calls, [weakref.ref(grad) for grad in gradients(optimizer)]
 
-    def finish(self, optimizers: Iterable[Optimizer] = ()) -> None:
-        """Adapt the scale, if an optimizer has stepped. ``optimizers``: those that there are, if they are known."""
-        if not self._stepped:
+    def finish(self) -> None:
+        """Adapt the scale, if an optimizer has stepped."""
+        if self.scaler is None or not self._stepped:
             return
-        assert self.scaler is not None
-        done, self._stepped = {id(optimizer) for optimizer in self._stepped}, []
-        others = {id(o): o for o in (*optimizers, *self._known) if id(o) not in done}
-        for other in others.values():
-            if self.scaler.is_unscaled(other):
-                self._scale(other)
-        held = {id(g): g for other in others.values() for g in gradients(other)}
-        before = {g.device: self.scaler.scale_on(g.device).clone() for g in held.values()}
+        self._scale_clipped()
+        self._stepped = []
+        held = {id(grad): grad for other in self._waiting() for grad in gradients(other)}
+        before = {grad.device: self.scaler.scale_on(grad.device).clone() for grad in held.values()}
         self.scaler.update()
         for grad in held.values():
             grad.mul_(self.scaler.scale_on(grad.device) / before[grad.device])
 
     def begin_backward(self, optimizers: Iterable[Optimizer] = ()) -> None:
-        """Adapt the scale if that is due. Gradients that were unscaled and not set to zero since are scaled again, as a
-        backward may add to them."""
-        if self.scaler is None:
-            return
+        """Adapt the scale if that is due, and make all gradients scaled ones, since a backward may add to them."""
         self._known.update(optimizers)
-        stepped = {id(optimizer): optimizer for optimizer in self._stepped}
         self.finish()
-        unscaled = [optimizer for optimizer in self._known if self.scaler.is_unscaled(optimizer)]
-        for optimizer in (*stepped.values(), *unscaled):
-            self._scale(optimizer)
-        if unscaled:
+        if self.scaler is not None:
+            self._scale_clipped()
+            for optimizer in self._used:
+                self._scale(optimizer)
             self.scaler.forget()
+        self._used.clear()
+
+    def _waiting(self) -> list[Optimizer]:
+        """The optimizers that have not stepped since the last backward."""
+        return [optimizer for optimizer in self._known if not has(self._used, optimizer)]
+
+    def _scale_clipped(self) -> None:
+        """Scale gradients again that were unscaled and not used."""
+        for optimizer in self._waiting():
+            if self.scaler is not None and self.scaler.is_unscaled(optimizer):
+                self._scale(optimizer)
 
     def _scale(self, optimizer: Optimizer) -> None:
         for grad in gradients(optimizer):
@@ -118,12 +151,19 @@ class ScaledUpdates:
         self.finish()
         if self.scaler is not None:
             self.scaler.forget()
+        self._used.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         rounding = self.weights.state_dict()
-        return {"scaler": self.scaler, "_skipped": self.skipped, "method": self.weights.method, "rounding": rounding}
+        return {"scaler": self.scaler, "_skipped": self.skipped, "method": self.weights.method, "rounding": rounding,
+                "backward": self.backward}  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["scaler"], state["method"])  # type: ignore[misc]
+        self.__init__(state["scaler"], state["method"], state["backward"])  # type: ignore[misc]
         self._skipped = state["_skipped"]
         self.weights.load_state_dict(state["rounding"])
+
+
+def has(optimizers: Iterable[Optimizer], optimizer: Optimizer) -> bool:
+    """True if ``optimizer`` itself is one of them."""
+    return any(known is optimizer for known in optimizers)

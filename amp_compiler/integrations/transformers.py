@@ -7,14 +7,17 @@ user's own: its forward is replaced while ``train``, ``evaluate`` or ``predict``
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Trainer, TrainerCallback
 
 from ..common.errors import ArgumentError
+from ..common.keywords import check_keywords
+from ..compile import amp_compile
 from ..inspect.report import Report
 from ..module import AmpModule
 from ..training.arguments import tell_of_low_parameters
@@ -46,6 +49,8 @@ class AmpMixin(_Trainer):
         amp_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        check_keywords(f"{type(self).__name__}()", kwargs, *_constructors(type(self)))
+        check_keywords("amp_options", amp_options or {}, amp_compile)
         self._amp_asked = {"level": amp_level, "dtype": amp_dtype, **(amp_options or {})}
         self._amp_loss_scaler, self._amp_master_weights = amp_loss_scaler, amp_master_weights
         self._amp_forward: InPlaceForward | None = None
@@ -188,6 +193,16 @@ class AmpTrainer(AmpMixin, Trainer):
         >>> trainer.amp_report().by_precision["bfloat16"]
         1
     """
+
+
+def _constructors(cls: type) -> Iterator[Callable[..., Any]]:
+    """The constructors that keyword arguments of ``cls`` may be for: the mixin's, up to one that passes none on."""
+    classes = cls.__mro__[cls.__mro__.index(AmpMixin) :]
+    for function in (c.__dict__["__init__"] for c in classes if "__init__" in c.__dict__):
+        yield function
+        kinds = {p.kind for p in inspect.signature(function).parameters.values()}
+        if inspect.Parameter.VAR_KEYWORD not in kinds:
+            return
 
 
 class _LowerModel(TrainerCallback):

@@ -105,9 +105,9 @@ def make_stand_in(like: Tensor) -> nn.Parameter:
 
 @contextlib.contextmanager
 def without_gradients(parameters: Sequence[Tensor], memo: dict[int, Any]) -> Iterator[None]:
-    """For a deep copy inside: torch 2.13 cannot copy the gradient of a ``DTensor`` parameter, so copies get theirs
-    afterwards. ``memo``: id -> copy."""
-    held = [(p, p.grad) for p in parameters if p.grad is not None and local_of(p) is not p]
+    """For a deep copy inside: torch leaves out the gradient of a ``Parameter``, and cannot copy that of a ``DTensor``,
+    so copies get theirs afterwards. ``memo``: id -> copy."""
+    held = [(p, p.grad) for p in parameters if p.grad is not None]
     try:
         for parameter, _ in held:
             parameter.grad = None

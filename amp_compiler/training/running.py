@@ -19,6 +19,7 @@ from ..runtime.state import State
 from .failures import is_exchanged_by_autograd, is_ours, needs_autograd, reason_of, users_mistake
 from .of_batch import loss_function
 from .owner import Owner
+from .penalty import told_of_double_backward
 from .pieces import PieceBackend, Pieces
 from .probe import Probe
 from .results import Answer, detached
@@ -92,15 +93,8 @@ class Running:
         captured = Captured(self._function(mark=False), model, self.options, state, backend, wide=_targets)
         pieces = Pieces(captured, self.owner, self.window)
         self.engine.broken(reason)
-        try:
+        with told_of_double_backward():
             found = pieces(args, kwargs, targets)
-        except RuntimeError as error:
-            if "double backward" not in str(error):
-                raise
-            raise CaptureError(
-                "The model differentiates a gradient (a gradient penalty, autograd.grad with create_graph=True), which "
-                "a compiled graph cannot do: use your own training loop with torch.autocast and a DynamicLossScaler."
-            ) from error
         self.pieces, self.state = pieces, state
         tell = state.note if is_exchanged_by_autograd(self.owner) else state.leave  # that is as the user asked for
         tell(

@@ -35,6 +35,8 @@ Nested = TypeVar("Nested")
 class LossScaler(TorchScaler):
     """The base class of both scalers, whose scale never changes by itself."""
 
+    calls = 0  # of scale()
+
     def __init__(self, scale: float, device: torch.device | str | None, enabled: bool) -> None:
         where = checks.device(device, "device")
         if not isinstance(enabled, bool):
@@ -63,6 +65,7 @@ class LossScaler(TorchScaler):
         """
         if not self._enabled:
             return outputs
+        self.calls += 1
         return map_tensors(outputs, lambda tensor: tensor * self.scale_on(tensor.device), "scale")
 
     def backward(self, loss: Any, **kwargs: Any) -> None:

@@ -359,7 +359,7 @@ class TrainStep:
         twin._weights.load_state_dict(self._weights.state_dict())
         memo[id(self)] = twin
         window = self._window
-        for name in ("number", "done", "scale", "found", "saved"):
+        for name in ("number", "done", "scale", "found", "saved", "widened"):
             setattr(twin._window, name, copy.deepcopy(getattr(window, name), memo))
         return twin
 

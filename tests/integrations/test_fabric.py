@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
+import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -90,6 +92,25 @@ def test_steps_of_a_lightning_module_and_a_compiled_module() -> None:
     assert list(precision.compiled) == ["training_step", "1.forward"]
     with pytest.raises(ArgumentError, match=r"no report of 'test_step': these have run: training_step, 1\.forward"):
         precision.report("test_step")
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_step_that_is_marked_as_a_forward_method(by_name: bool) -> None:
+    precision, module = AmpPrecision(dtype="float16"), Small()
+    own = inspect.signature(module.training_step)
+    model = make_fabric(precision).setup(module)
+    model.mark_forward_method("training_step" if by_name else model.training_step)
+    assert inspect.ismethod(module.training_step)
+    assert inspect.signature(module.training_step) == own
+    assert module.training_step.__self__ is module
+    model.training_step(inputs(1)[0], 0)
+    assert precision.report("training_step").by_precision["float16"] == 3
+    copied = copy.deepcopy(module)
+    copied.training_step(inputs(1)[0], 0)
+    assert copied.training_step.__self__ is copied
+    assert type(copied.training_step) is types.MethodType
+    with pytest.raises(AttributeError, match="'trainingstep' as a forward method"):
+        model.mark_forward_method("trainingstep")
 
 
 def test_two_optimizers_share_a_scale_that_falls() -> None:

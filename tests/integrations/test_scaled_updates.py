@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from amp_compiler import DynamicLossScaler
+from amp_compiler import DynamicLossScaler, ScalerError
 from amp_compiler.integrations.scaled_updates import ScaledUpdates
 
 ACTIONS = st.tuples(st.sampled_from(["backward", "clip", "step", "zero"]), st.sampled_from([0, 1, 2]))
@@ -23,9 +24,10 @@ def loss_of(params: list[nn.Parameter], which: int, factor: int) -> Tensor:
     return sum((p.square().sum() for p in used), torch.zeros(())) * factor
 
 
-@given(st.lists(ACTIONS, max_size=14))
-def test_any_order_is_right(program: list[tuple[str, int]]) -> None:
-    """The scale changes with every update, by powers of two, so that no bit may differ."""
+@given(st.lists(ACTIONS, max_size=14), st.booleans())
+def test_any_order_is_right(program: list[tuple[str, int]], early: bool) -> None:
+    """The scale changes with every update, by powers of two, so that no bit may differ; also if the update is made as
+    soon as an optimizer has stepped."""
     ours, plain = parameters(), parameters()
     scaler = DynamicLossScaler(init_scale=2.0**4, growth_interval=1)
     updates = ScaledUpdates(scaler)
@@ -43,8 +45,9 @@ def test_any_order_is_right(program: list[tuple[str, int]]) -> None:
                 nn.utils.clip_grad_value_(one.param_groups[0]["params"], 0.5)
                 nn.utils.clip_grad_value_([parameter], 0.5)
             elif action == "step":
-                updates.unscale(one)
                 updates.step(one)
+                if early:
+                    updates.finish()
                 other.step()
             elif action == "zero":
                 one.zero_grad()
@@ -52,3 +55,22 @@ def test_any_order_is_right(program: list[tuple[str, int]]) -> None:
     assert all(torch.equal(p, q) for p, q in zip(ours, plain, strict=True))
     updates.end()
     assert updates.skipped == 0
+
+
+@pytest.mark.parametrize("good", [0, 1, 2])
+def test_a_backward_without_loss_scaling(good: int) -> None:
+    """Forgotten from the beginning, or after some updates that were right."""
+    (weight, _), updates = parameters(), ScaledUpdates(scaler := DynamicLossScaler(), True, "trainer.backward(loss)")
+    optimizer = torch.optim.SGD([weight], 0.1)
+    for _ in range(good):
+        updates.begin_backward()
+        scaler.scale(weight.square().sum()).backward()
+        updates.step(optimizer)
+        optimizer.zero_grad()
+    before = weight.detach().clone()
+    weight.square().sum().backward()
+    message = r"SGD come from a backward without loss scaling.*trainer\.backward\(loss\)"
+    for act in (updates.unscale, updates.step):
+        with pytest.raises(ScalerError, match=message):
+            act(optimizer)
+    assert torch.equal(weight, before)

@@ -245,3 +245,22 @@ def test_an_exception_in_the_middle_loses_nothing() -> None:
     for batch in GOOD[:2]:
         loop(*batch)
     assert differences(state(model), state(twin)) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("waiting", [1, 2])
+def test_a_copy_has_the_gradients_of_the_batches_that_wait(dtype: torch.dtype, waiting: int) -> None:
+    """Copied in the middle of an accumulation, both go on in the same way, independently; low weights too."""
+    model = network().to(dtype)
+    step = make(model, lambda y, t: F.mse_loss(y.float(), t), level="O2", dtype=BF16, accumulate_steps=3)
+    given = [(x.to(dtype), y) for x, y in GOOD]
+    for batch in given[:waiting]:
+        step(*batch)
+    twin = copy.deepcopy(step)
+    assert differences(gradients(twin.model), gradients(model)) == []
+    assert all(p.grad is not q.grad for p, q in zip(model.parameters(), twin.model.parameters(), strict=True))
+    for batch in given[waiting:]:
+        ours, theirs = step(*batch), twin(*batch)
+        assert torch.equal(ours.grad_norm, theirs.grad_norm)
+    step.flush(), twin.flush()
+    assert differences(state(model), state(twin.model)) == []
