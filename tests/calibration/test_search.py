@@ -217,6 +217,26 @@ def test_an_evaluate_that_changes_the_model(pretended):
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize("before", [None, 3.0])
+def test_gradients_of_one_evaluation_are_gone_in_the_next(pretended, before):
+    model, _ = pretended
+    bias = model.blocks[0].fc.bias
+    bias.grad = None if before is None else torch.full_like(bias, before)
+    given, seen = bias.grad, []
+
+    def evaluate(compiled):
+        bias.sum().backward()
+        seen.append(float(bias.grad[0]))
+        return bad_ops(compiled)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AmpWarning)
+        search_bad(model, evaluate)
+    assert set(seen) == {1.0 + (before or 0.0)}
+    assert bias.grad is given
+    assert given is None or set(given.tolist()) == {before}
+
+
 def test_an_evaluate_that_replaces_a_parameter(pretended):
     model, _ = pretended
 
