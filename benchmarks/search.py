@@ -19,7 +19,9 @@ cancellation, weights that nearly cancel. A policy is good if the output's relat
 
 With `--gradients`, the faults are gradients of 1e-9 and the criterion is the error of the weights' gradients, at
 most 0.1. The peer has no such thing. `weights` is left out there: its backward cancels as its forward does, so that one
-more op is at fault, which no range shows (26 evaluations with gradients beside it). Every evaluation is counted, also those of the fp32 model and of the last check.
+more op is at fault, which no range shows (26 evaluations with gradients beside it).
+
+Every evaluation is counted, also those of the fp32 model and of the last check.
 """
 
 from __future__ import annotations
