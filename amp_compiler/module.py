@@ -121,11 +121,11 @@ class AmpModule(nn.Module):
             self._begin()
         return self._compiled(*args, **kwargs)
 
-    def _begin(self) -> None:
+    def _begin(self, captured: Captured | None = None) -> None:
         with _FIRST_CALLS:  # several threads may come at once
             if self._compiled is None:
-                captured = Captured(self._original, self._original, self._options, self._state)
-                object.__setattr__(self, "_compiled", captured)
+                found = captured or Captured(self._original, self._original, self._options, self._state)
+                self._compiled, self._state = found, found.state
 
     def __prepare_scriptable__(self) -> Any:
         """Raise an error: torch.jit.script calls this before it looks at a module."""

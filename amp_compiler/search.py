@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +16,7 @@ from .compile import amp_compile
 from .cost.device import Device
 from .module import AmpModule
 from .policy import Policy
+from .runtime.captured import Captured
 
 
 def search_policy(
@@ -86,11 +86,26 @@ def search_policy(
         raise ArgumentError("search_policy takes the fp32 model: pass module.original.")
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"search_policy takes a torch.nn.Module, not {type(model).__name__}.")
-
-    def compile_with(policy: Policy) -> Any:
-        return amp_compile(model, policy=policy)
-
     return run_search(
-        model, compile_with, evaluate, tolerance=tolerance, maximize=maximize, dtype=dtype, level=level,
+        model, _Compiler(model), evaluate, tolerance=tolerance, maximize=maximize, dtype=dtype, level=level,
         calibration=calibration, objective=objective, budget=budget, journal=journal,
     )  # fmt: skip
+
+
+class _Compiler:
+    """Compiles a model by one policy after another. What was captured for one is used for the next, where the model is
+    captured as a whole."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.captured: Captured | None = None
+
+    def __call__(self, policy: Policy) -> AmpModule:
+        made: AmpModule = amp_compile(self.model, policy=policy)
+        if not policy.rewrites:
+            return made
+        again = self.captured.by(made._options) if self.captured is not None else None
+        made._begin(again)
+        self.captured = made._compiled
+        self.captured.keep_graphs()
+        return made

@@ -14,10 +14,12 @@ FAULTS = {
     "weights": ("linear#0",),  # weights whose rounding errors do not cancel, as they themselves nearly do
     "cancellation": ("add#0", "sub#0"),  # the difference of large numbers that are nearly equal
     "plateau": ("mul#2", "mul#3", "mul#4"),  # reaches 1e6, and stays there for an op
-    "gradients": ("mul#1", "mul#2"),  # the values fit, but the gradient between the two is below 1e-9
+    "gradients": ("mul#1", "mul#2"),  # the values fit, but the gradient between the two is 1e-9
 }
 
-_LARGE = {"quotient": 1e6, "cancellation": 3e4, "gradients": 3e4}
+_LARGE = {"quotient": 1e6, "cancellation": 3e4, "gradients": 6e4}
+#: what brings the values back, where it is not 1 / large
+_OTHER = {"quotient": 2e6, "gradients": 1e-5}
 
 
 class Block(nn.Module):
@@ -33,7 +35,8 @@ class Block(nn.Module):
             large = torch.full((width,), _LARGE.get(fault, 1e3))
             self.large = nn.Parameter(large, requires_grad=False)
             self.one = nn.Parameter(torch.ones(width), requires_grad=False)
-            self.other = nn.Parameter(2 * large if fault == "quotient" else 1 / large, requires_grad=False)
+            other = torch.full((width,), _OTHER[fault]) if fault in _OTHER else 1 / large
+            self.other = nn.Parameter(other, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.fc(x))

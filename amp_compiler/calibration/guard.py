@@ -11,12 +11,18 @@ from ..common.errors import SearchError
 
 
 class Guard:
-    """A copy of a model's parameters, buffers and modes, which are compared and restored after each evaluation."""
+    """A copy of a model's parameters, buffers and modes, which are compared and restored after each evaluation.
+
+    Gradients are restored too, so that an evaluation that runs a backward does not add to those of the one before. They
+    are not counted as a change: a backward is what a metric of gradients needs.
+    """
 
     def __init__(self, model: Any) -> None:
         self.model = model if isinstance(model, nn.Module) else nn.Module()
         self._modes = [(module, module.training) for module in self.model.modules()]
         self._values = {name: tensor.detach().clone() for name, tensor in self._tensors().items()}
+        self._gradients = [(p, p.grad, None if p.grad is None else p.grad.detach().clone())
+                           for p in self.model.parameters()]  # fmt: skip
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
@@ -34,6 +40,10 @@ class Guard:
         with torch.no_grad():
             for name in changed:
                 now[name].copy_(self._values[name])
+            for parameter, gradient, copy in self._gradients:
+                parameter.grad = gradient
+                if gradient is not None and copy is not None and not _same(gradient, copy):
+                    gradient.copy_(copy)
         for module, training in self._modes:
             module.training = training
         return changed

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from ..common.errors import CalibrationError
 from ..ir.view import GraphView
 from ..policy import dtype_name
@@ -42,13 +40,10 @@ def _lost(values: Range, calibration: Calibration) -> str:
 def measured_by_name(calibration: Calibration, view: GraphView, where: str) -> dict[str, tuple[str, ...]]:
     """Return node name -> sentences for the nodes of a graph that the calibration knows; raise if it knows none."""
     rows = {(row.module, row.op, row.number): row for row in calibration.rows}
-    counts: Counter[tuple[str, str]] = Counter()
     found = {}
     for node in view.nodes:
         if node.kind == "call":
-            key = node.module, node.op
-            row = rows.get((*key, counts[key])) or rows.get((*key, None))
-            counts[key] += 1
+            row = rows.get((node.module, node.op, node.number)) or rows.get((node.module, node.op, None))
             if row is not None:
                 found[node.name] = sentences(row, calibration)
     if not found:

@@ -70,10 +70,11 @@ def fits(value: float, dtype: torch.dtype) -> bool:
     return rounded != 0 and math.isfinite(rounded)
 
 
-def scalars(node: fx.Node, creation: bool, instead: dict[str, float]) -> list[float]:
+def scalars(node: fx.Node, creation: bool, instead: dict[str, float], *, in_result: bool = False) -> list[float]:
     """Return the Python numbers that take part in an op's arithmetic or end up in its result.
 
-    ``instead``: values for arguments that are a different number in low precision.
+    ``instead``: values for arguments that are a different number in low precision. ``in_result``: without numbers that
+    the op only keeps for its backward.
     """
     if not isinstance(node.target, OpOverload):
         return []
@@ -86,7 +87,7 @@ def scalars(node: fx.Node, creation: bool, instead: dict[str, float]) -> list[fl
         computes = kinds.get(name, "") in ("Tensor", "number", "Optional[number]") and not creation
         if computes or name in VALUE_ARGUMENTS or (creation and name == "s") or EPS_ARGUMENTS.get(name_of_op) == name:
             found.append(instead.get(name, float(value)))
-        if name == "eps" and name_of_op in KEEP_RSTD and value > 0:
+        if name == "eps" and name_of_op in KEEP_RSTD and value > 0 and not in_result:
             found.append(float(value) ** -0.5)
     return found
 

@@ -77,7 +77,8 @@ def _is_call(node: fx.Node) -> bool:
     return node.op == "call_function"
 
 
-_TORCH = os.path.dirname(torch.__file__)
+#: code that is not the user's: torch, and what calls the model for us
+_NOT_THEIRS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<where>\S+)\n\s*(?P<code>[^\n]*)')
 
 
@@ -91,7 +92,7 @@ def _innermost(trace: str) -> str:
     frames = _FRAME.findall(trace)
     if not frames:
         return ""
-    own = [frame for frame in frames if not frame[0].startswith(_TORCH)]
+    own = [frame for frame in frames if not frame[0].startswith(_NOT_THEIRS)]
     file, line, where, code = (own or frames)[-1]
     return f"{file}:{line} in {where}: {code.strip()}"
 

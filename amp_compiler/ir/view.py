@@ -47,7 +47,7 @@ class NodeView:
     """One node. ``precision``: of an op that computes; '' for inputs and outputs. ``reason`` and ``rule``: why, and by
     which kind of rule. ``cls``: the op's class in the table. ``inputs``: the names of the nodes that it reads.
     ``nbytes``: the number of bytes it writes. ``origin``: the node of the forward graph that it was made from.
-    ``causes``: the nodes that its precision comes from."""
+    ``causes``: the nodes that its precision comes from. ``number``: which of its module's calls of the op it is."""
 
     name: str
     kind: str
@@ -68,6 +68,7 @@ class NodeView:
     subgraph: str = ""
     code: str = ""
     causes: tuple[str, ...] = ()
+    number: int | None = None
 
     @property
     def value(self) -> str:
@@ -229,7 +230,7 @@ class _Taker:
             self.prefix + node.name, kind, ir.op_name(node) if node.op == "call_function" else node.op, _values(node),
             precision, reason, rule, cls, module, line, tuple(self.prefix + n.name for n in node.all_input_nodes),
             node_flops(node), _bytes(node), part, "", source.name if source is not None else "", self.subgraph,
-            _code(node), causes,
+            _code(node), causes, node.meta.get(ir.CALL),
         )  # fmt: skip
 
     def origin(self, node: fx.Node, part: str) -> str:

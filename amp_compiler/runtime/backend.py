@@ -26,6 +26,7 @@ from ..policy.scopes import marked_modules, modules_of, paths_of
 from ..rewrite.base import Context
 from ..rewrite.records import record
 from ..rewrite.verify import deep_by_default
+from .kept import Kept, Lowered, Switch
 from .options import Options, resolve_backend
 from .prepare import prepare_kernels
 from .state import Piece, State
@@ -40,6 +41,8 @@ class Backend:
         self.forward = order.build(options.disable_passes).forward
         self.outermost = "" if inside_ddp(target) is None else "module"  # the path of what a caller calls
         self.given_low = given_low(target) if options.policy.rewrites else frozenset()
+        self.keeps = False  # whether graphs are kept for ``follow``
+        self.kept: list[Kept] = []
         self.handle: dynamo.Handle | None = None
         self.runs: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] | None = None
 
@@ -62,10 +65,28 @@ class Backend:
             self.state.leave(f"a graph runs unchanged: {refused}")
             self.state.not_captured.append(f"a graph: {refused}")
             return gm.forward
+        if not self.keeps:
+            return self.make(lambda: self.lowered(gm, example_inputs), gm.forward, example_inputs)
+        kept: list[Kept] = []
+
+        def first() -> Lowered:
+            kept.append(Kept(self.lowered(gm, example_inputs), gm, example_inputs))
+            return kept[0].copy()
+
+        run = self.make(first, gm.forward, example_inputs)
+        if not kept:
+            return run
+        self.kept.append(kept[0])
+        return Switch(self, kept[0], run)
+
+    def make(
+        self, lowered: Callable[[], Lowered], unchanged: Callable[..., Any], example_inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """Rewrite and differentiate a graph by the policy, and return what runs it; ``unchanged`` if that fails."""
         with _guarded(self.state, "a graph could not be rewritten and runs unchanged") as rewritten:
-            graph = self.rewrite(gm, example_inputs)
+            graph = self.run_passes(lowered, example_inputs)
         if not rewritten:
-            return gm.forward
+            return unchanged
         with _guarded(self.state, "AOTAutograd could not compile a graph; its casts are not folded") as compiled:
             result = self.run(graph, example_inputs)
         if not compiled:
@@ -73,10 +94,15 @@ class Backend:
         run = self.state.handed.from_piece(graph, result if compiled else graph.forward)
         return named(len(self.state.pieces) - 1, run)
 
-    def rewrite(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+    def follow(self, options: Options, state: State) -> None:
+        """Go on by the policy of other options; what was captured is compiled by it at its next call."""
+        self.options, self.state = options, state
+
+    def lowered(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Lowered:
+        """Return a graph from Dynamo as the passes take it, with what only Dynamo knows of it. None of it depends on
+        the policy's rules for single calls."""
         from ..capture.lower import lower
 
-        start = time.perf_counter()
         modules = modules_of(self.target)
         paths = paths_of(self.target)
         graph = lower(gm, example_inputs, self.options.policy, paths, inside=self.state.running.inside,
@@ -92,12 +118,22 @@ class Backend:
         keep = self.options.keep_output_dtypes
         if not keep and self.options.policy.autocast_device is None:  # uncaptured code sees what fp32 code would see
             keep = not dynamo.returns_to_caller(gm, self.target, outermost=alone is None or alone[0] == self.outermost)
+        return Lowered(graph, keep, marked, self.twin(gm, paths), self.around(gm))
+
+    def rewrite(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+        """Lower a graph from Dynamo and run the passes on it."""
+        return self.run_passes(lambda: self.lowered(gm, example_inputs), example_inputs)
+
+    def run_passes(self, lowered: Callable[[], Lowered], example_inputs: Sequence[Any]) -> fx.GraphModule:
+        start = time.perf_counter()
+        found = lowered()
+        graph = found.graph
         ctx = Context(
             self.options.policy,
-            keep,
-            marked,
-            self.twin(gm, paths),
-            self.around(gm),
+            found.keep,
+            found.marked,
+            found.twin,
+            found.around,
             backend=(backend := resolve_backend(self.options.backend, example_inputs)),
             costs=self.options.costs(backend),
             differentiated=torch.is_grad_enabled(),

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -38,7 +39,7 @@ class Captured:
         self, function: Callable[..., Any], target: Any, options: Options, state: State, backend: Backend | None = None,
         wide: Callable[..., Any] = lambda *args, **kwargs: None,
     ) -> None:  # fmt: skip
-        self.options, self.state, self._wide = options, state, wide
+        self.options, self.state, self._wide, self._target = options, state, wide, target
         self._backend = backend or Backend(target, options, state)
         #: a model that an optimizer may train that we don't know, until a call in training mode has looked at it
         #: (what fully_shard makes low for a call is updated in fp32)
@@ -66,6 +67,8 @@ class Captured:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         state = self.state
+        if self._backend.state is not state:  # another policy has taken what was captured
+            self._capture_anew()
         before, pieces = dynamo.Tally.now(), len(state.pieces)
         wide = state.handed.call(self._wide(*args, **kwargs))
         outside = self._outside.call() if self._outside is not None else contextlib.nullcontext()
@@ -104,6 +107,33 @@ class Captured:
         if self._outside is not None and self._outside.over_limit:
             self._over_limit(self._outside)
         return result
+
+    def keep_graphs(self) -> None:
+        """Keep what is captured from now on, for ``by``."""
+        self._backend.keeps = True
+
+    def by(self, options: Options) -> Captured | None:
+        """Return the same function by options that differ in the policy's rules for single calls alone. It takes over
+        what was captured, and compiles it by that policy when it is called; None if it must be captured anew, because
+        some of the code is not captured or a graph is not closed."""
+        state, backend = self.state, self._backend
+        closed = all(kept.is_closed for kept in backend.kept) and len(backend.kept) >= len(state.pieces) > 0
+        plain = not self._wrapped and options.device is None and options.policy.autocast_device is None
+        if backend.state is not state or not closed or not plain or state.not_captured or state.notes:
+            return None
+        other = copy.copy(self)
+        other.options, other.state = options, State(calls=state.calls, handed=state.handed)
+        backend.follow(options, other.state)
+        if self._outside is not None:
+            self._outside.follow(options, other.state)
+        return other
+
+    def _capture_anew(self) -> None:
+        self._backend = Backend(self._target, self.options, self.state)
+        if self._outside is not None:
+            self._outside = Uncaptured(self._target, self.options, self.state, self._backend)
+        self.state.forget()
+        self._run = self._compile()
 
     def _over_limit(self, outside: Uncaptured) -> None:
         """After Dynamo has given up on code that was compiled too often, start again with dynamic sizes."""

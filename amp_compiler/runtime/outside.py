@@ -64,6 +64,12 @@ class Uncaptured:
         self._wholly = self.policy.autocast_device if not options.keep_output_dtypes else None
         self.under_autocast = self._wholly is not None
 
+    def follow(self, options: Options, state: State) -> None:
+        """Go on by the policy of other options."""
+        self.options, self.state, self.policy = options, state, options.policy
+        self._products = PlainProducts(self.policy, state)
+        self._around = self._products.around
+
     def call(self) -> AbstractContextManager[None]:
         """Return the context manager for each call of the compiled model."""
         frames.watch_calls(self.watches_disabled)

@@ -63,6 +63,12 @@ class State:
     calls: ir.Calls = field(default_factory=ir.Calls)  # which call of an op each node of the graphs is
     handed: Handed = field(default_factory=Handed)  # wide values that pieces of that call returned
 
+    def forget(self) -> None:
+        """Drop the graphs: the code is going to be captured once more."""
+        self.calls = ir.Calls()
+        for found in (self.pieces, self.history, self.not_captured):
+            found.clear()
+
     def missed(self, reasons: Iterable[dynamo.Reason]) -> None:
         """Record graph breaks that no captured graph reports, for example if the code before them had no tensor op."""
         for reason in reasons:

@@ -57,9 +57,9 @@ class Carried:
         """Forget what a walk has recorded."""
         self.held = dict(self.given)
 
-    def scalars(self, node: fx.Node, creation: bool = False) -> list[float]:
+    def scalars(self, node: fx.Node, creation: bool = False, *, in_result: bool = False) -> list[float]:
         """Return the numbers of an op; the limit of a dtype counts as the limit of the low-precision dtype."""
-        return constants.scalars(node, creation, self.limits.of(node))
+        return constants.scalars(node, creation, self.limits.of(node), in_result=in_result)
 
     def misfit(
         self, node: fx.Node, dtype: torch.dtype, floats: Sequence[tuple[str, fx.Node]], cls: OpClass | None = None
@@ -86,7 +86,7 @@ class Carried:
         if node.op == "call_function" and node not in self.values:
             places = known.rule in (Rule.CONSTANT, Rule.NEUTRAL, Rule.IN_PLACE) or name in constants.PLACE
             if made or places:
-                held += [Held(v, placed=not made) for v in self.scalars(node, creation=made)]
+                held += [Held(v, placed=not made) for v in self.scalars(node, made, in_result=True)]
             moves = known.rule is Rule.IN_PLACE or known.cls is OpClass.EXACT or name in MOVES
             arithmetic = known.cls is OpClass.FOLLOW or known.rule in (Rule.CONSTANT, Rule.NEUTRAL)
             for _, arg in ir.tensor_args(node):

@@ -12,9 +12,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from amp_compiler import Calibration, CalibrationError
+from amp_compiler import Calibration, CalibrationError, amp_compile, calibrate
+from amp_compiler.calibration.measured import measured_by_name
 from amp_compiler.calibration.row import Row
+from amp_compiler.ir.view import take_view
 from amp_compiler.runtime.record import Range
 from chromium import Chromium, find_chromium
 
@@ -173,3 +176,19 @@ def test_a_click_shows_the_exponents(tmp_path: Path) -> None:
         assert browser.run(colour.format("summary span:last-child")).startswith("rgba(60, 90, 200"), "by sensitivity"
         assert browser.errors == []
         assert [url for url in browser.requests if not url.startswith("file:")] == []
+
+
+def test_the_calls_of_a_further_graph_have_numbers_of_their_own() -> None:
+    class Broken(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x * 10.0
+            torch._dynamo.graph_break()
+            return torch.tanh(y) * 1000.0
+
+    model, x = Broken(), torch.ones(4)
+    found = calibrate(model, [(x, None)])
+    compiled = amp_compile(model, dtype=torch.float16)
+    compiled(x)
+    told = [measured_by_name(found, take_view(graph), "here")["mul"][0] for graph in compiled.graphs]
+    assert "between 10 and 10" in told[0]
+    assert "between 1e+03 and 1e+03" in told[1]

@@ -140,3 +140,13 @@ class Sharp(nn.Module):
     def forward(self, x):
         e = torch.exp(x * self.scale)
         return e / e.sum(1, keepdim=True)
+
+
+def test_a_norm_whose_eps_is_too_small_keeps_only_itself_in_fp32():
+    """1 / sqrt(eps) is kept for the backward and is not among the norm's results, so what reads them can be low."""
+    model = nn.Sequential(nn.LayerNorm(16, eps=1e-12), nn.Linear(16, 16)).eval()
+    fast = amp_compile(model, level="O3", dtype=torch.float16)
+    fast(X)
+    assert {row.op: row.precision for row in fast.report().rows if row.op in ("layer_norm", "linear")} == {
+        "layer_norm": "float32", "linear": "float16",
+    }  # fmt: skip

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ def graphs():
 @pytest.fixture
 def pretended(graphs, monkeypatch):
     compiler = Pretended(graphs)
-    monkeypatch.setattr(front, "amp_compile", compiler)
+    monkeypatch.setattr(front, "_Compiler", lambda model: partial(compiler, model))
     return Planted(5, {}).eval(), compiler
 
 
@@ -110,7 +111,7 @@ def test_faults_among_200_ops(number, monkeypatch):
     real = amp_compile(model, level="O3", dtype=torch.float16)
     real(x)
     calibration = calibrate(model, [(x, None)], small_loss, scale=1.0)
-    monkeypatch.setattr(front, "amp_compile", Pretended(real.graphs))
+    monkeypatch.setattr(front, "_Compiler", lambda model: partial(Pretended(real.graphs), model))
     wanted = expected(faults)
 
     def failing(compiled):
@@ -214,6 +215,26 @@ def test_an_evaluate_that_changes_the_model(pretended):
     assert set(search.blamed) == BAD
     assert model.training
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("before", [None, 3.0])
+def test_gradients_of_one_evaluation_are_gone_in_the_next(pretended, before):
+    model, _ = pretended
+    bias = model.blocks[0].fc.bias
+    bias.grad = None if before is None else torch.full_like(bias, before)
+    given, seen = bias.grad, []
+
+    def evaluate(compiled):
+        bias.sum().backward()
+        seen.append(float(bias.grad[0]))
+        return bad_ops(compiled)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AmpWarning)
+        search_bad(model, evaluate)
+    assert set(seen) == {1.0 + (before or 0.0)}
+    assert bias.grad is given
+    assert given is None or set(given.tolist()) == {before}
 
 
 def test_an_evaluate_that_replaces_a_parameter(pretended):

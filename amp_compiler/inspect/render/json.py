@@ -77,4 +77,5 @@ def node_document(node: NodeView) -> dict[str, Any]:
     found["bytes"] = found.pop("nbytes")
     found["class"] = found.pop("cls")
     found["text"] = found.pop("code")
+    del found["number"]
     return found
