@@ -139,7 +139,7 @@ def fakify(example_inputs: Sequence[Any]) -> tuple[list[Any], Any]:
 
 
 def _refuse_leaks(gm: fx.GraphModule, mode: Any) -> None:
-    """Refuse a graph that holds a fake of the trace: it has no value. Constants that the model's code makes are real."""
+    """Refuse a graph that holds a fake of the trace, which has no value. What the model's code makes is real."""
     for _, inner in ir.all_graphs(gm):
         for node in inner.graph.nodes:
             held = getattr(inner, str(node.target), None) if node.op == "get_attr" else None
