@@ -11,8 +11,9 @@ autocast has it: the weight is cast once and its low copy read twice, the weight
 configuration that is chosen for the shape. Gradients checked and unscaled: launches and bytes of ours beside torch's
 foreach kernel, whose limits (tensors and blocks a launch) are those of its source for CUDA 12 and 13.
 
-*Estimated* from data sheets: the forward of a layer by our kernel, and by a cast and the library: the choice that
-``fuse_cast_matmul`` makes, and the tuning configuration with its reason.
+*Estimated*: the forward of a layer by our kernel, from its machine code and the data sheet, and by a cast and the
+library at its published rate: the choice that ``fuse_cast_matmul`` makes, what limits our kernel, and the tuning
+configuration with its reason, beside another that may be faster.
 
 *Timed*, on a GPU only: ``gpu_timed.py``. Everything goes into one result file, to send back.
 """
@@ -208,27 +209,35 @@ def computed(args: argparse.Namespace, run: Run) -> dict[str, dict[str, float]]:
 
 
 def roofline(args: argparse.Namespace, run: Run) -> None:
-    """Estimated times of a layer's forward, the configuration that is chosen and why, and who computes it."""
-    from amp_compiler.cost.fused import OF_TARGET, fused_seconds, library_seconds
+    """Estimated times of a layer's forward, who computes it, and why its configuration was chosen."""
+    from amp_compiler.cost.fused import OF_TARGET, PUBLISHED, fused_estimate, library_seconds
     from amp_compiler.cost.products import Product
-    from amp_compiler.kernels.cast_matmul_configs import choose
+    from amp_compiler.kernels.cast_matmul_configs import TARGETS as KINDS
 
     for target in args.target:
         table: list[list[object]] = []
         for name, (m, k, n) in LAYERS.items():
             shape = Product(m, n, k, aligned=(n, k))
-            ours, theirs = fused_seconds(shape, target, "right"), library_seconds(shape, target, k * n)
-            config, pieces = choose(m, n, k, target)
-            for variant, seconds in (("ours", ours), ("cast before", theirs)):
+            ours, theirs = fused_estimate(shape, target, "right"), library_seconds(shape, target, k * n)
+            others = [fused_estimate(shape, target, "right", config=config) for config in KINDS[target].configs]
+            best = min(others, key=lambda one: one.seconds)
+            for variant, seconds in (("ours", ours.seconds), ("cast before", theirs)):
                 key: dict[str, str | int] = {"what": "estimated", "target": target, "layer": name, "variant": variant}
-                run.add(Row(key, figures={"microseconds": seconds * 1e6}))
+                figures = {"microseconds": seconds * 1e6, "teraflops": shape.flops / seconds / 1e12}
+                run.add(Row(key, figures=figures, note=ours.limit if variant == "ours" else ""))
+            why = ours.config.reason.split(":")[0]
+            if best.seconds < 0.9 * ours.seconds:
+                why += f"; {best.config.name} may take {best.seconds * 1e6:,.0f} µs: try AMP_CUDA_AUTOTUNE=1"
             table.append([
-                name, f"{ours * 1e6:,.0f}", f"{theirs * 1e6:,.0f}", f"{ours / theirs:.2f}",
-                "ours" if ours <= theirs else "library", f"{config.name}, K in {pieces}: {config.reason.split(':')[0]}",
+                name, f"{ours.seconds * 1e6:,.0f}", f"{theirs * 1e6:,.0f}", f"{ours.seconds / theirs:.2f}",
+                "ours" if ours.seconds <= theirs else "library", ours.limit,
+                f"{ours.config.name}, K in {ours.pieces}, {ours.programs} at once: {why}",
             ])  # fmt: skip
+        rate = f"{PUBLISHED[target]:,.0f} TFLOP/s published" if target in PUBLISHED else "no published rate"
         run.table(
-            f"{target}: forward of a layer with an fp32 weight, estimated from the data sheet of {OF_TARGET[target]}",
-            ["", "ours µs", "cast and library µs", "ratio", "chosen", "our configuration"],
+            f"{target}: forward of a layer with an fp32 weight, estimated for {OF_TARGET[target]} from the compiled"
+            f" kernel; library: {rate}",
+            ["", "ours µs", "cast and library µs", "ratio", "chosen", "ours is limited by", "our configuration"],
             table,
         )
 

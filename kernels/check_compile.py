@@ -56,8 +56,8 @@ def _problems(result: Result) -> Iterator[str]:
         yield f"needs {result.shared} bytes of shared memory, but the target has {limits.shared}"
 
 
-def compile_case(case: Case) -> Result:
-    """Compile for the target, down to machine code, and return what can be read from the result."""
+def build(case: Case) -> Any:
+    """Compile for the target, down to machine code, and return Triton's compiled kernel."""
     if not isinstance(case.kernel, JITFunction):
         raise RuntimeError("TRITON_INTERPRET is set, so there is nothing to compile; unset it.")
     limits = LIMITS[case.target]
@@ -71,22 +71,29 @@ def compile_case(case: Case) -> Result:
             if pointer and limits.gpu.backend == "hip" and "i64" not in case.types.values():
                 attributes[(place,)].append(["tt.pointer_range", 32])  # Triton tells AMD's compiler: under 2 GB
     source = ASTSource(case.kernel, signature, case.constants, attributes)
+    return triton.compile(source, target=limits.gpu, options=case.options)
+
+
+def compile_case(case: Case) -> Result:
+    """Compile a case and return what can be read from the result."""
+    limits = LIMITS[case.target]
     try:
-        compiled = triton.compile(source, target=limits.gpu, options=case.options)
+        compiled = build(case)
     except Exception as error:
+        if not isinstance(case.kernel, JITFunction):
+            raise
         return Result(case, error=str(error).strip().splitlines()[-1] or type(error).__name__)
     text = compiled.asm["ptx" if limits.gpu.backend == "cuda" else "amdgcn"]
     registers, spilled = _ptxas(text, limits.gpu.arch) if limits.gpu.backend == "cuda" else _amd(text)
-    shared = compiled.metadata.shared
     used = {unit: text.count(instruction) for unit, instruction in UNITS.items() if instruction in text}
-    occupancy = _occupancy(limits, registers, shared, compiled.metadata.num_warps)
+    warps = compiled.metadata.num_warps
     return Result(
         case,
         ", ".join(used),
         registers,
         spilled,
-        shared,
-        occupancy,
+        compiled.metadata.shared,
+        resident(limits, registers, compiled.metadata.shared, warps) * warps / limits.warps,
         instructions=sum(used.values()),
         loads=_loads(text),
         binary=len(compiled.asm["cubin" if limits.gpu.backend == "cuda" else "hsaco"]),
@@ -128,13 +135,12 @@ def _number(pattern: str, text: str) -> int:
     return int(found[1])
 
 
-def _occupancy(limits: Limits, registers: int, shared: int, warps: int) -> float:
-    """Estimate the occupancy: the share of a processor's warps that run at once. No GPU was used to measure it."""
+def resident(limits: Limits, registers: int, shared: int, warps: int) -> int:
+    """Return how many programs a processor runs at once, by its limits. No GPU was used to measure it."""
     each = -(-max(1, registers) // limits.granularity) * limits.granularity
-    programs = min(
+    return min(
         limits.programs,
         limits.warps // warps,
         limits.registers // each // warps,
         limits.shared_processor // (shared + limits.reserved) if shared + limits.reserved else limits.programs,
     )
-    return programs * warps / limits.warps

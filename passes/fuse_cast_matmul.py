@@ -124,8 +124,9 @@ def _pays(cast: fx.Node, wide: Mapping[fx.Node, fx.Node]) -> bool:
         if bias is not None and _cast_behind(bias) is cast:
             return True
         for product in products(reader):
-            ours += fused_seconds(product, target, "left" if _cast_behind(left) is cast else "right")
-            theirs += library_seconds(product, target, 0)
+            side, low = "left" if _cast_behind(left) is cast else "right", cast.meta["val"].dtype
+            ours += fused_seconds(product, target, side, low)
+            theirs += library_seconds(product, target, 0, low)
     if ours > theirs:
         for reader in readers:
             reader.meta[ir.LEFT] = (

@@ -66,7 +66,7 @@ def lower(
     assert isinstance(lowered, fx.GraphModule)
     placed.keep_calls(lowered, interpreter.placements)
     lowered.graph.eliminate_dead_code()
-    _refuse_leaks(lowered)
+    _refuse_leaks(lowered, mode)
     origin.name_inputs(gm, lowered)
     origin.mark_parameters(lowered, example_inputs)
     for _, inner in ir.all_graphs(lowered):
@@ -140,12 +140,12 @@ def fakify(example_inputs: Sequence[Any]) -> tuple[list[Any], Any]:
     return list(fakes), mode
 
 
-def _refuse_leaks(gm: fx.GraphModule) -> None:
-    from torch._subclasses.fake_tensor import FakeTensor
-
+def _refuse_leaks(gm: fx.GraphModule, mode: Any) -> None:
+    """Refuse a graph that holds a fake of the trace, which has no value. What the model's code makes is real."""
     for _, inner in ir.all_graphs(gm):
         for node in inner.graph.nodes:
-            if node.op == "get_attr" and isinstance(getattr(inner, str(node.target), None), FakeTensor):
+            held = getattr(inner, str(node.target), None) if node.op == "get_attr" else None
+            if held is not None and getattr(held, "fake_mode", None) is mode:
                 raise CaptureError(f"a value of the trace became a constant of the graph ({node.target})")
 
 

@@ -1,29 +1,55 @@
 """Seconds of ``amp::cast_matmul`` on a GPU, beside a cast and the library's product: which of the two a product gets.
 
-Both are rooflines, from a device's data sheet. Ours has the tiles of the configuration that is chosen for the shape,
-loads fp32 operands at twice the bytes, and converts each number that it loads; the same warps convert and multiply, so
-that adds up. None of it was measured.
+Both are rooflines. Ours is made of figures of the compiled kernel (``kernels/cast_matmul_figures.py``): how many
+programs a processor runs at once, and what one step of the loop issues, converts, and moves through shared memory and
+from memory. The library's product runs at the rate that was published for it. None of it was measured here.
 """
 
 from __future__ import annotations
 
 from math import ceil
+from typing import NamedTuple
 
 import torch
 
-from ..kernels.cast_matmul_configs import choose, target_of
+from ..kernels.cast_matmul_configs import Config, choose, target_of
+from ..kernels.cast_matmul_figures import FIGURES
 from ..kernels.gpu import uses_triton
-from .device import Device
+from .device import TERA, Device
 from .model import CACHE, STREAMED, SUSTAINED, CostModel
 from .products import Product
 from .table import DEVICES
 
+
+class Processor(NamedTuple):
+    """What a multiprocessor or compute unit does in one clock, from CUDA's programming guide and AMD's manuals."""
+
+    lanes: int  # multiplications and additions in fp32; with the data sheet's rate they tell the clock
+    issued: float  # instructions of a warp (AMD: of a vector unit, of which there are four and each takes four clocks)
+    converted: float  # of these, conversions to low precision
+    shared: int = 128  # bytes of shared memory
+
+
 #: the device whose data sheet stands for a target of the Triton kernels
 OF_TARGET = {"sm_80": "a100_80", "sm_86": "rtx3090", "sm_90": "h100_sxm", "sm_100": "b200", "gfx942": "mi300x"}
-#: conversions that a multiprocessor does in the time of one fp32 operation of all its lanes (CUDA's programming guide:
-#: 64 per clock, of 128 multiplications and additions), two numbers each
-CONVERTED = 64 / 128 * 2
+PROCESSORS = {"sm_80": Processor(64, 4, 2), "sm_86": Processor(128, 4, 2), "sm_90": Processor(128, 4, 2),
+              "sm_100": Processor(128, 4, 2), "gfx942": Processor(128, 1, 1)}  # fmt: skip
+#: TFLOP/s of the vendor's library, cuBLAS or hipBLASLt, called by torch.mm on bf16 matrices of the best shape: Stas
+#: Bekman, "Machine Learning Engineering", table of maximum achievable matmul FLOPS. None is known for sm_86.
+PUBLISHED = {"sm_80": 267.9, "sm_90": 794.5, "sm_100": 1745.0, "gfx942": 781.9}
+#: seconds from a load to its data, of a memory that is busy: several hundred clocks
+LATENCY = 0.6e-6
 LOW_BYTES, FP32_BYTES = 2, 4
+
+
+class Estimate(NamedTuple):
+    """Seconds of our kernel, what takes most of them, and the configuration."""
+
+    seconds: float
+    limit: str
+    config: Config
+    pieces: int
+    programs: int  # that a processor runs at once
 
 
 def target_here(device: torch.device) -> str | None:
@@ -31,35 +57,73 @@ def target_here(device: torch.device) -> str | None:
     return target_of(device) if device.type == "cuda" and uses_triton(device) else None
 
 
+def sustained(target: str, unit: str) -> float:
+    """The share of the data sheet's rate that large products reach: clocks are lower under load, for every kernel."""
+    peak = DEVICES[OF_TARGET[target]].peak[unit]
+    return PUBLISHED[target] * TERA / peak if target in PUBLISHED else SUSTAINED[unit]
+
+
 def fused_seconds(product: Product, target: str, wide: str, dtype: torch.dtype = torch.float16) -> float:
     """Seconds of our kernel, one of whose operands is fp32: ``wide`` is "left" or "right".
 
-    >>> product = Product(8192, 768, 768, aligned=(768, 768))
-    >>> fused_seconds(product, "sm_80", "right") < library_seconds(product, "sm_80", 768 * 768)
+    >>> product = Product(16, 11008, 4096, aligned=(11008, 4096))
+    >>> fused_seconds(product, "sm_80", "right") < library_seconds(product, "sm_80", 11008 * 4096)
     True
     """
-    device = DEVICES[OF_TARGET[target]]
-    config, pieces = choose(product.m, product.n, product.k, target, product.batch)
+    return fused_estimate(product, target, wide, dtype).seconds
+
+
+def fused_estimate(
+    product: Product, target: str, wide: str, dtype: torch.dtype = torch.float16, config: Config | None = None
+) -> Estimate:
+    """The estimate behind ``fused_seconds``. ``config``: another configuration than the one that is chosen.
+
+    A processor runs several programs at once. They share its units, so a unit that all need sets the pace; and one
+    program by itself converts a tile, multiplies it, and waits for the loads that are not there yet, one after another.
+    """
+    device, does = DEVICES[OF_TARGET[target]], PROCESSORS[target]
+    chosen, pieces = choose(product.m, product.n, product.k, target, product.batch)
+    config, pieces = (chosen, pieces) if config is None or config == chosen else (config, 1)
+    low = "bf16" if dtype is torch.bfloat16 and target == "gfx942" else "fp16"  # others convert to both alike
+    figures = FIGURES[target, config.name, f"{wide} {low}"]
+    unit, clock = device.unit(dtype), device.peak["fp32"] / (2 * does.lanes * device.sms)
     rows, columns = config.block_m, config.block_n
-    terms = ceil(product.k / pieces)
-    waves = ceil(product.batch * ceil(product.m / rows) * ceil(product.n / columns) * pieces / device.sms)
+    multiplying = 2 * rows * columns * config.block_k / (device.peak[unit] * sustained(target, unit) / device.sms)
+    needs = {
+        "tensor cores": multiplying,
+        "issuing instructions": figures.instructions * config.warps / does.issued / clock,
+        "converting": figures.converts * config.warps / does.converted / clock,
+        "shared memory": figures.shared / does.shared / clock,
+        "the L2 cache": figures.loaded / (device.bandwidth * CACHE / device.sms),
+    }
+    converting = max(needs["issuing instructions"], needs["converting"], needs["shared memory"])
+    alone = max(multiplying + converting, LATENCY / max(config.stages - 1, 1))
+    busiest = max(needs, key=lambda name: needs[name])
+
+    def turn(programs: int) -> float:
+        return max(programs * needs[busiest], alone)
+
+    total = product.batch * ceil(product.m / rows) * ceil(product.n / columns) * pieces
+    rounds, rest = divmod(ceil(total / device.sms), figures.programs)
+    steps = ceil(ceil(product.k / pieces) / config.block_k)
+    computing = steps * (rounds * turn(figures.programs) + (turn(rest) if rest else 0.0))
+    computing += LATENCY * (rounds + bool(rest))  # the first load of a program has nothing to hide behind
     left, right = (FP32_BYTES if wide == side else LOW_BYTES for side in ("left", "right"))
-    unit = device.unit(dtype)
-    multiplying = 2 * rows * columns * terms / (device.peak[unit] * SUSTAINED[unit] / device.sms)
-    converting = (rows if wide == "left" else columns) * terms / (device.peak["fp32"] / 2 * CONVERTED / device.sms)
-    loading = (rows * left + columns * right) * terms / (device.bandwidth * CACHE / device.sms)
     sums = 2 * pieces * product.m * product.n * FP32_BYTES * product.batch if pieces > 1 else 0
-    moved = product.batch * (product.m * product.k * left + product.k * product.n * right
-                             + product.m * product.n * LOW_BYTES) + sums  # fmt: skip
+    moving = _moving(device, sums + product.batch * (product.m * product.k * left + product.k * product.n * right
+                                                     + product.m * product.n * LOW_BYTES))  # fmt: skip
+    together = min(figures.programs, ceil(total / device.sms))
+    limit = "memory" if moving > computing else busiest if turn(together) > alone else "one program's steps in turn"
     launches = device.launch * (2 if pieces > 1 else 1)
-    return max(waves * max(multiplying + converting, loading), moved / (device.bandwidth * STREAMED)) + launches
+    return Estimate(max(computing, moving) + launches, limit, config, pieces, figures.programs)
 
 
 def library_seconds(product: Product, target: str, cast: int, dtype: torch.dtype = torch.float16) -> float:
     """Seconds of the library's product of low operands, and of the cast of ``cast`` numbers to low precision before."""
     device = DEVICES[OF_TARGET[target]]
+    unit = device.unit(dtype)
     moved = product.batch * (product.m * product.k + product.k * product.n + product.m * product.n) * LOW_BYTES
-    computing = CostModel(device).product_seconds(product, device.unit(dtype), LOW_BYTES)
+    computing = CostModel(device).product_seconds(product, unit, LOW_BYTES, sustained(target, unit))
     return max(computing, _moving(device, moved)) + device.launch + cast_seconds(target, cast)
 
 

@@ -108,14 +108,15 @@ class CostModel:
             moved += 2 * moved  # matrix units read and write channels last: the library reorders before and after
         return Seconds(compute, self._moving(moved), launch, moved, unit)
 
-    def product_seconds(self, product: Product, unit: str, itemsize: int) -> float:
-        """Seconds of a product in the best of the tilings, launch not included."""
+    def product_seconds(self, product: Product, unit: str, itemsize: int, share: float | None = None) -> float:
+        """Seconds of a product in the best of the tilings, launch not included. ``share``: of the unit's peak that
+        large products reach, if it is known better than ``SUSTAINED``."""
         device = self.device
         if product.grouped:
             unit = "fp32"
         if device.is_cpu:
             return product.flops / device.peak.get(f"{unit}:{product.kind}", device.peak[unit])
-        sustained = device.peak[unit] * SUSTAINED[unit]
+        sustained = device.peak[unit] * (SUSTAINED[unit] if share is None else share)
         if unit != "fp32" and any(size * itemsize % 16 for size in product.aligned):
             sustained *= UNALIGNED
         if unit == "fp32" and product.dense3:

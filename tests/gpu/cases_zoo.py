@@ -1,4 +1,4 @@
-"""Models of ``transformers`` on device ``cuda``: forward and backward at a level, and the graphs that ran."""
+"""Models of ``transformers`` on device ``cuda``: a whole training step each, and the graphs that ran."""
 
 from __future__ import annotations
 
@@ -6,41 +6,44 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import stand_in
-from cases_steps import DTYPES, graph_facts
+import torch
+from cases_steps import DTYPES, compiled, graph_facts, no_waiting
+from stand_in import HostWaits
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils import _pytree as pytree
 
-from amp_compiler import amp_compile
-from amp_compiler.common.errors import CaptureError
 from zoo.models import ZOO
-
-#: a number that the model's code puts on the device, torch.tensor(0.0, device="cuda"), is a constant of its graph: on
-#: the stand-in a fake, which capture takes for a value that has leaked from tracing
-CONSTANT = "a value of the trace became a constant"
 
 
 def model(name: str, level: str, low: str) -> dict[str, Any]:
+    """Two training steps; the second may not make the host wait, unless the model's own code does."""
     made, kwargs = ZOO[name]()
     made = made.cuda()
     given = pytree.tree_map_only(Tensor, lambda t: t.cuda(), kwargs)
-    fast = amp_compile(made, level, dtype=DTYPES[low], backend="eager")
+    run = compiled(made, level, DTYPES[low], "adamw", loss_fn=_loss)
     try:
-        out = fast(**given)
-    except CaptureError as error:
-        if stand_in.LIBRARIES and CONSTANT in str(error):
-            return {"stops": "a number that the model's code puts on the device"}
-        raise
+        run(given)
     except DataDependentOutputException:
         return {"stops": "a value of the device that the model's code reads on the host"}
-    tensors = [t for t in pytree.tree_leaves(dict(out)) if isinstance(t, Tensor)]
-    sum(t.float().sum() for t in tensors if t.requires_grad).backward()  # type: ignore[union-attr]
+    try:
+        with no_waiting():
+            run(given)
+        waits = ""
+    except (HostWaits, RuntimeError) as error:
+        waits = f"{type(error).__name__}: {error}"
+    result = run(given)
     return {
-        "devices": sorted({t.device.type for t in tensors}), "graphs": len(fast.graphs),
+        "devices": sorted({t.device.type for t in (result.loss, result.skipped, result.scale)}), "waits": waits,
+        "graphs": len(run.graphs), "one_graph": bool(run.joint_graphs),
         "gradients": sorted({str(p.grad.dtype) for p in made.parameters() if p.grad is not None}),
-        **graph_facts(fast.graphs),
+        **graph_facts([*run.graphs, *run.joint_graphs]),
     }  # fmt: skip
+
+
+def _loss(output: Any, targets: Any) -> Tensor:
+    found = [t for t in pytree.tree_leaves(dict(output)) if isinstance(t, Tensor) and t.is_floating_point()]
+    return torch.stack([t.float().mean() for t in found if t.requires_grad]).sum()
 
 
 CASES: dict[str, Callable[[], Any]] = {

@@ -1,6 +1,8 @@
 """Dtypes that kernels of CUDA take, where those of CPUs, fakes and ``meta`` do not insist.
 
-They were written down by hand, and not compared with the sources of the kernels.
+They were written down by hand. torch's own meta functions check some of them (``CHECKED_BY_META``), and the rules for
+layer and group norm were compared with the kernels' sources (``CHECKED_IN_SOURCE``, in ``aten/src/ATen/native/cuda`` of
+torch's main branch: both read weight and bias by the input's type). The others were compared with nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +24,12 @@ SAME = {
     "_scaled_dot_product_cudnn_attention": (0, 1, 2, 3), "_scaled_dot_product_flash_attention_backward": (0, 1, 2, 3),
     "_scaled_dot_product_efficient_attention_backward": (0, 1, 2, 3), "nll_loss_forward": (0, 2),
     "index_put": (0, 2), "index_add": (0, 3), "scatter_add": (0, 3), "dot": (0, 1), "mv": (0, 1),
+}  # fmt: skip
+#: rules that torch's meta functions have as well: on fakes the op raises (torch 2.13)
+CHECKED_BY_META = ("bmm", "baddbmm", "dot", "scatter_add")
+CHECKED_IN_SOURCE = {
+    "native_layer_norm": "layer_norm_kernel.cu", "native_layer_norm_backward": "layer_norm_kernel.cu",
+    "native_group_norm": "group_norm_kernel.cu", "native_group_norm_backward": "group_norm_kernel.cu",
 }  # fmt: skip
 #: kernels for low precision only
 ONLY_LOW = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention")

@@ -1,12 +1,15 @@
-"""Many cases in one process with a GPU, or with the stand-in for one: a process loads it before torch.
+"""Cases in a process with a GPU, or with the stand-in for one: a process loads it before torch.
 
 A module of cases has ``CASES``, name -> function without arguments; what a function returns must be JSON. Tests ask
-``results(module, names)``. The test processes share one run per list of cases, and all of ``chosen.py`` are one run.
+``answer(module, name)``. Starting such a process takes longer than most cases: those of ``chosen.py`` are one run for
+all test processes, and each test process has one more for all others that it asks for, one case after another.
 """
 
 from __future__ import annotations
 
+import atexit
 import fcntl
+import functools
 import hashlib
 import importlib
 import json
@@ -15,22 +18,14 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 HERE = Path(__file__).parent
 
 
 def answer(module: str, name: str) -> Any:
-    """What one of the cases of ``chosen.py`` returned."""
-    from gpu.chosen import CHOSEN
-
-    return value(results(module, CHOSEN[module]), name)
-
-
-def results(module: str, names: Sequence[str]) -> dict[str, Any]:
-    """Case -> its answer: ``{"value": …}`` or ``{"error": traceback}``; one run for all test processes that ask."""
+    """What a case returned; a case that raised fails the test with its traceback."""
     import pytest
     import torch
     from gpu.chosen import CHOSEN
@@ -39,37 +34,76 @@ def results(module: str, names: Sequence[str]) -> dict[str, Any]:
     real = torch.cuda.is_available()
     if not real and (why := cause()):
         pytest.skip(why)
+    found = _chosen(real)[f"{module}:{name}"] if name in CHOSEN.get(module, ()) else _ask(real, f"{module}:{name}")
+    assert "error" not in found, found["error"]
+    return found["value"]
+
+
+@functools.cache
+def _chosen(real: bool) -> dict[str, Any]:
+    """The answers of all cases of ``chosen.py``; one run for all test processes."""
+    from gpu.chosen import CHOSEN
+
     root = Path(tempfile.gettempdir()) / f"amp-gpu-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
     root.mkdir(exist_ok=True)
-    asked = CHOSEN if CHOSEN.get(module) == tuple(names) else {module: tuple(names)}
-    cases = [f"{of}:{name}" for of, own in asked.items() for name in own]
+    cases = [f"{of}:{name}" for of, own in CHOSEN.items() for name in own]
     found = root / f"{hashlib.sha256(chr(10).join(cases).encode()).hexdigest()[:12]}.json"
     with (root / f"{found.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not found.exists():
-            found.write_text(json.dumps(_run(real, cases)))
+            process = _process(real)
+            found.write_text(json.dumps({case: _one(process, case) for case in cases}))
+            _end(process)
     answers: dict[str, Any] = json.loads(found.read_text())
-    return {name: answers[f"{module}:{name}"] for name in names}
+    return answers
 
 
-def value(answers: dict[str, Any], name: str) -> Any:
-    """What a case returned; a case that raised fails the test with its traceback."""
-    assert "error" not in answers[name], answers[name]["error"]
-    return answers[name]["value"]
+_ASKED: list[subprocess.Popen[str]] = []
 
 
-def _run(real: bool, names: Sequence[str]) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "answers.jsonl"
-        command = [sys.executable, str(HERE / "harness.py"), "gpu" if real else "stand-in", str(out), *names]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "AMP_VERIFY": "deep"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=3600)
-        lines = out.read_text().splitlines() if out.exists() else []
-    lost = {"error": f"no answer; the process ended with {done.returncode}:\n{done.stderr[-4000:]}"}
-    return {**dict.fromkeys(names, lost), **dict(json.loads(line) for line in lines)}
+def _ask(real: bool, case: str) -> Any:
+    """The answer of one case, by the process that this test process keeps for it."""
+    if not _ASKED or _ASKED[0].poll() is not None:
+        _ASKED[:] = [_process(real)]
+        atexit.register(_end, _ASKED[0])
+    return _one(_ASKED[0], case)
 
 
-def _worker(kind: str, out: str, names: Sequence[str]) -> None:
+def _process(real: bool) -> subprocess.Popen[str]:
+    command = [sys.executable, str(HERE / "harness.py"), "gpu" if real else "stand-in"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "AMP_VERIFY": "deep"}
+    pipe = subprocess.PIPE
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=said, text=True)
+        process.said = os.fdopen(os.dup(said.fileno()), "r")  # type: ignore[attr-defined]
+    return process
+
+
+def _one(process: subprocess.Popen[str], case: str) -> Any:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    line = ""
+    if process.poll() is None:
+        process.stdin.write(f"{case}\n")
+        process.stdin.flush()
+        line = process.stdout.readline()
+    if line:
+        return json.loads(line)
+    said: IO[str] = process.said  # type: ignore[attr-defined]
+    said.seek(0)
+    return {"error": f"no answer; the process ended with {process.wait()}:\n{said.read()[-4000:]}"}
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None and process.stdin is not None:
+        process.stdin.close()
+        process.wait()
+
+
+def _worker(kind: str) -> None:
+    """Read names of cases, one per line, and write the answers: what cases print goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     sys.path[:0] = [str(HERE), str(HERE.parent)]
     import stand_in
 
@@ -80,18 +114,17 @@ def _worker(kind: str, out: str, names: Sequence[str]) -> None:
     if kind == "stand-in":
         stand_in.install()
     torch.set_num_threads(1)
-    with Path(out).open("w") as file:
-        for name in names:
-            torch.manual_seed(0)
-            torch._dynamo.reset()
-            module, _, case = name.partition(":")
-            try:
-                line = json.dumps([name, {"value": importlib.import_module(module).CASES[case]()}])
-            except Exception:
-                line = json.dumps([name, {"error": traceback.format_exc()}])
-            file.write(f"{line}\n")
-            file.flush()
+    for line in sys.stdin:
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        module, _, case = line.strip().partition(":")
+        try:
+            text = json.dumps({"value": importlib.import_module(module).CASES[case]()})
+        except Exception:
+            text = json.dumps({"error": traceback.format_exc()})
+        answers.write(f"{text}\n")
+        answers.flush()
 
 
 if __name__ == "__main__":
-    _worker(sys.argv[1], sys.argv[2], sys.argv[3:])
+    _worker(sys.argv[1])

@@ -99,8 +99,7 @@ def install() -> None:
     """Make device ``cuda`` give fakes, for the rest of the process."""
     import torch
     from torch import Tensor
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
 
     device = torch.device("cuda", 0)
 
@@ -115,11 +114,13 @@ def install() -> None:
                 return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *args, **kwargs)
             if func.name().split(".")[0] in NO_FAKE:
                 return None
+            if func is torch.ops.aten.nonzero.default:  # how many there are is a value: as many as there can be
+                return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
             return super().dispatch(func, types, args, kwargs)
 
     def _look(func: Any, args: Any, kwargs: Any) -> None:
         name = func.name().split(".")[0]
-        if name == "aten::_local_scalar_dense":
+        if name in ("aten::_local_scalar_dense", "aten::nonzero"):
             raise HostWaits("the host reads a value")
         if name not in ("aten::copy_", "aten::_to_copy"):
             return
@@ -130,11 +131,20 @@ def install() -> None:
             raise HostWaits(f"a copy from {source.device.type} to {target.type}")
 
     mode = Mode(allow_non_fake_inputs=True)
+    dispatch = FakeTensorMode.dispatch
+
+    def lifting(self: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """A tracer lifts what torch.tensor(…, device="cuda") has made outside of its mode, as it does a real tensor."""
+        if func in self.lift_fns and getattr(args[0], "fake_mode", self) is mode is not self:
+            return self.from_tensor(args[0])
+        return dispatch(self, func, types, args, kwargs)
+
+    FakeTensorMode.dispatch = lifting  # type: ignore[method-assign]
+    FakeTensorConverter.invalidate_constant_aliases = _forget_constants  # type: ignore[method-assign]
     library = torch.library.Library("aten", "IMPL")
 
     def made(meta: Tensor) -> Tensor:
-        active = [m for m in _get_current_dispatch_mode_stack() if isinstance(m, FakeTensorMode)]
-        return FakeTensor(active[-1] if active else mode, meta, device)  # torch.tensor(…) gets here under a mode, too
+        return FakeTensor(mode, meta, device)
 
     def empty(size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None,
               memory_format: Any = None) -> Tensor:  # fmt: skip
@@ -175,6 +185,16 @@ def install() -> None:
     cuda.is_bf16_supported = lambda including_emulation=True: True
     cuda.synchronize, cuda.is_current_stream_capturing = lambda of=None: None, lambda: False
     _note_launches()
+
+
+def _forget_constants(self: Any, tensor: Any) -> None:
+    """As torch's, which refuses the constants on the device, because they are fakes here."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    for known in self.constant_storage_mapping.pop(StorageWeakRef(tensor._typed_storage()), ()):
+        if (value := known()) is not None:
+            value._fix_weakref()
+            value.constant = None
 
 
 class _Driver:

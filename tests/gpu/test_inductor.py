@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from gpu.chosen import INDUCTOR
-from gpu.harness import answer, results, value
+from gpu.harness import answer
 
 pytestmark = pytest.mark.gpu
 NAMES = [f"{model} {low}" for model in ("chain", "norm") for low in ("fp16", "bf16")]
@@ -20,7 +20,7 @@ def test_a_whole_step_keeps_its_roundings(name: str) -> None:
 @pytest.mark.zoo
 @pytest.mark.parametrize("name", NAMES)
 def test_every_step_keeps_its_roundings(name: str) -> None:
-    is_fine(value(results("cases_inductor", NAMES), name))
+    is_fine(answer("cases_inductor", name))
 
 
 def is_fine(found: dict[str, Any]) -> None:
