@@ -1,9 +1,9 @@
 """Run a graph of ATen ops as straight-line Python, with the least that lies between one op and the next.
 
 ``straight_line`` generates a function from a graph, as ``torch.fx`` does, but for running only. It takes the inputs as
-a list and empties it, so that each is freed after its last use; every op is bound beforehand instead of looked up by its
-path; and where torch has a binding of its own for an op (``torch.addmm``, ``Tensor.bfloat16``), the binding is called:
-it parses its arguments in about half the time that ``torch.ops`` takes. Both call the same kernel.
+a list and empties it, so that each is freed after its last use. Every op is bound beforehand instead of looked up by
+its path. Where torch has a binding of its own for an op (``torch.addmm``, ``Tensor.bfloat16``), the binding is called:
+it parses its arguments in about half the time that ``torch.ops`` takes, and calls the same kernel.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from .. import ir
+from ..kernels import unscale
 
 aten = torch.ops.aten
 _nn = torch._C._nn
@@ -40,6 +41,7 @@ BINDINGS: dict[OpOverload, Callable[..., Any]] = {
     aten._softmax.default: torch._softmax, aten._log_softmax.default: torch._log_softmax,
     aten._softmax_backward_data.default: torch._softmax_backward_data,
     aten._log_softmax_backward_data.default: torch._log_softmax_backward_data,
+    torch.ops.amp.unscale_.default: unscale.in_place,
 }  # fmt: skip
 _CASTS: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
     torch.float32: Tensor.float, torch.bfloat16: Tensor.bfloat16, torch.float16: Tensor.half,
