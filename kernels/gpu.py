@@ -34,7 +34,7 @@ def autotunes() -> bool:
 
 def uses_triton(device: torch.device) -> bool:
     """True if tensors on this device use the Triton kernels."""
-    return setting() == "triton" and device.type == "cuda" and _can(device.index or 0)
+    return device.type == "cuda" and setting() == "triton" and _can(device.index or 0)
 
 
 @functools.cache

@@ -70,8 +70,12 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found: Tensor) -> None:
     Each keeps its dtype: an fp16 gradient is multiplied in fp32 and rounded to fp16 again, where small values vanish.
     Lists of several dtypes, layouts and devices are fine, and there is no host sync.
     """
+    _write(grads, inv_scale, found)
+
+
+def _write(grads: Sequence[Tensor], inv_scale: Tensor, found: Tensor) -> None:
     if any(map(is_dtensor, grads)):
-        unscale_(local_parts(grads), inv_scale, found)
+        _write(local_parts(grads), inv_scale, found)
         agree_on_largest(found, grads)
         return
     if registry.loaded() and inv_scale.device.type == found.device.type == "cpu":
@@ -117,9 +121,10 @@ def _unscale(grads: list[Tensor], inv_scale: Tensor, found: Tensor) -> tuple[lis
     return copies, found
 
 
-def _unscale_(grads: list[Tensor], inv_scale: Tensor, found: Tensor) -> Tensor:
+def in_place(grads: list[Tensor], inv_scale: Tensor, found: Tensor) -> Tensor:
+    """The op ``amp::unscale_`` without a dispatcher, for code that runs without gradients."""
     found = found.clone()
-    unscale_(grads, inv_scale, found)
+    _write(grads, inv_scale, found)
     return found
 
 
@@ -129,5 +134,5 @@ def _fake(grads: list[Tensor], inv_scale: Tensor, found: Tensor) -> tuple[list[T
 
 _LIBRARY.impl("unscale", _unscale, "CompositeExplicitAutograd")
 torch.library.register_fake("amp::unscale", _fake, lib=_LIBRARY)
-_LIBRARY.impl("unscale_", _unscale_, "CompositeExplicitAutograd")
+_LIBRARY.impl("unscale_", torch.no_grad()(in_place), "CompositeExplicitAutograd")
 torch.library.register_fake("amp::unscale_", lambda grads, inv_scale, found: torch.empty_like(found), lib=_LIBRARY)

@@ -19,7 +19,8 @@ from torch import fx
 
 from .. import ir
 from ..common.errors import ArgumentError, CaptureError
-from ..common.torch_names import pytree
+from ..common.torch_names import is_any_autocast_enabled, pytree
+from .straight import straight_line
 
 JointPasses = Callable[[fx.GraphModule, str], None]
 
@@ -61,19 +62,36 @@ def _eager(gm: fx.GraphModule, example_inputs: Sequence[Any], joint: JointPasses
         partition_fn=partition,
         keep_inference_input_mutations=True,
     )
-    return compiler(gm, example_inputs)
+    compiled = compiler(gm, example_inputs)
+    # without ``torch._dynamo.disable`` around it: Dynamo puts one around every callable that a backend returns
+    return getattr(compiled, "_torchdynamo_orig_callable", compiled)
 
 
 def _runner(graph: fx.GraphModule) -> Any:
-    forward = graph.forward
+    inner = boxed(graph)
+
+    def run(args: list[Any]) -> Any:
+        if not is_any_autocast_enabled():
+            return inner(args)
+        with torch._C._DisableAutocast():
+            return inner(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def boxed(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """Return a function that runs a graph on a list of its inputs and empties the list, so that the graph may free each
+    input after its last use."""
+    found = straight_line(graph)
+    if found is not None:
+        return found
 
     def run(args: list[Any]) -> Any:
         values = tuple(args)
-        args.clear()  # boxed: the graph may free each input after its last use
-        with torch._C._DisableAutocast():
-            return forward(*values)
+        args.clear()
+        return graph(*values)
 
-    run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
 
@@ -277,7 +295,8 @@ def _divide(joint: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
 
 def _callable(gm: fx.GraphModule, backend: str) -> Callable[..., Any]:
     if backend != "inductor":
-        return gm.forward
+        run = boxed(gm)
+        return lambda *args: run(list(args))
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V

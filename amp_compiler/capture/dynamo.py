@@ -257,8 +257,12 @@ class Tally:
     def now() -> Tally:
         from torch._dynamo.utils import counters
 
-        frames, breaks = counters["frames"], counters["graph_break"]
-        return Tally(int(frames["total"]), int(frames["ok"]), {str(k): int(v) for k, v in breaks.items()})
+        global _last_tally
+        frames, breaks, last = counters["frames"], counters["graph_break"], _last_tally
+        if last.frames == frames["total"] and last.captured == frames["ok"] and len(last.breaks) == len(breaks):
+            return last  # nothing was compiled since
+        _last_tally = Tally(int(frames["total"]), int(frames["ok"]), {str(k): int(v) for k, v in breaks.items()})
+        return _last_tally
 
     def breaks_since(self) -> list[Reason]:
         """Return the reasons for graph breaks since this tally was taken, one line each."""
@@ -279,3 +283,6 @@ class Tally:
         if after.frames == self.frames and failed_before:
             return "an earlier call raised an exception, and Dynamo does not trace that code again"
         return None
+
+
+_last_tally = Tally(0, 0, {})

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch._C._dynamo import eval_frame  # the C part, which does not import Dynamo
 
-from . import trampolines
+from . import settings, trampolines
 from .trampolines import (
     SKIP,
     Outside,
@@ -61,10 +61,11 @@ def compile_with(outside: Outside | None, function: Callable[..., Any], backend:
 
     strict = options.pop("error_on_graph_break", None)
     context: Any = torch._dynamo.optimize(backend, **options)
-    if strict and hasattr(context, "callback"):
-        context.callback = _Strict(context.callback)
-    if outside is not None and hasattr(context, "callback"):  # it has none where the environment disables Dynamo
-        context.callback = _Callback(context.callback, outside, backend)
+    if hasattr(context, "callback"):  # it has none where the environment disables Dynamo
+        context.callback = _Configured(context.callback, bool(strict))
+        if outside is not None:
+            code = getattr(function, "__code__", None)
+            context.callback = _Callback(context.callback, outside, backend, code)
     return context(function)
 
 
@@ -162,22 +163,25 @@ def _compiled_call() -> types.CodeType:
     return code
 
 
-class _Strict:
-    """A callback in front of Dynamo's that makes a graph break an error.
+class _Configured:
+    """A callback in front of Dynamo's that sets its options while it compiles, and not while compiled code runs. With
+    ``strict``, a graph break is an error.
 
     torch 2.13 keeps ``error_on_graph_break`` in a global variable and sets it for as long as the compiled code runs:
     graph breaks in other threads would fail too. Here it is set only while Dynamo compiles, which only one thread does
     at a time.
     """
 
-    def __init__(self, dynamo: Any) -> None:
-        self._torchdynamo_orig_backend = dynamo
+    def __init__(self, dynamo: Any, strict: bool) -> None:
+        self._torchdynamo_orig_backend, self._strict = dynamo, strict
 
     def __call__(self, frame: Any, entry: Any, state: Any) -> Any:
         from torch._dynamo import utils
         from torch._dynamo.convert_frame import compile_lock
 
-        with compile_lock:
+        with compile_lock, settings.capture_settings():
+            if not self._strict:
+                return self._torchdynamo_orig_backend(frame, entry, state)
             before = utils._get_error_on_graph_break()
             utils._set_error_on_graph_break(True)
             try:
@@ -189,8 +193,9 @@ class _Strict:
 class _Callback:
     """A callback in front of Dynamo's that gives trampolines to the frames that Dynamo leaves."""
 
-    def __init__(self, dynamo: Any, outside: Outside, handle: Any) -> None:
+    def __init__(self, dynamo: Any, outside: Outside, handle: Any, outermost: types.CodeType | None) -> None:
         self._torchdynamo_orig_backend = dynamo  # Dynamo keys its caches by the innermost backend
+        self._outermost = outermost  # the code that every call of the model begins with
         self._handle = handle
         self._outside = weakref.ref(outside)  # trampolines stay in Dynamo's caches after the model is freed
         self._empty: set[tuple[types.CodeType, int] | None] = set()  # rounds of a loop without a tensor op
@@ -213,7 +218,9 @@ class _Callback:
         if code.co_filename in _OWN_FILES or outside is None:
             return ConvertFrameReturn()
         self._handle.compiles(code)
+        watch_calls(outside.watches_disabled)  # before the rest of this frame runs
         if code is _MODULE_CALL:
+            outside.leaves_code = True
             return guarded(trampoline(code, module_runner(self._outside)))
         if code is _disabled_call():
             if outside.watches_disabled:
@@ -224,6 +231,7 @@ class _Callback:
             return guarded(trampoline(code, runner(code, frame.f_globals, self._outside, "forward")))
         library = is_library(code)
         users = not library or code is _compiled_call()
+        outside.leaves_code |= users and code is not self._outermost
         if outside.is_plain() and users and _can_be_called(code):
             if not has_tensor_in_frame(frame):
                 return ConvertFrameReturn()  # as Dynamo does, since a logger has many methods
@@ -245,18 +253,21 @@ class _Callback:
                 self._raised[code] = _TRIES  # plain code runs under autocast, which casts what made this fail
             if self._raised[code] < _TRIES or not _can_be_called(code):
                 return ConvertFrameReturn(apply_to_code=False)
+            outside.leaves_code = True
             outside.raises(code)
             return guarded(trampoline(code, runner(code, frame.f_globals, self._outside, "plain")))
         self._raised.pop(code, None)
         outside.over_limit |= result.frame_exec_strategy.cur_action == _ACTION.RUN_ONLY
         if not outside.watches_disabled and any("torch.compiler.disable" in why for why in counters["graph_break"]):
-            outside.watches_disabled = True  # only now, because every graph is called that way
+            outside.watches_disabled = outside.leaves_code = True  # only now, because every graph is called that way
             _look_again(_disabled_call())
         if left is not None and result.guarded_code is None and "No ops traced" in (result.skip_reason or ""):
             self._empty.add(left)  # the same code may have something to do in another round of its loop
             return ConvertFrameReturn(apply_to_code=False)
         if result.guarded_code is not None or library or not _can_be_called(code) or not _gave_up(result):
+            outside.leaves_code |= users and result.guarded_code is None
             return result
+        outside.leaves_code = True
         return guarded(trampoline(code, runner(code, frame.f_globals, self._outside, "plain")))
 
 

@@ -32,6 +32,7 @@ class Outside(Protocol):
     """Decides how code that is not captured runs."""
 
     watches_disabled: bool  # a function under torch.compiler.disable was called
+    leaves_code: bool  # some code of the model is not in the graph of its outermost frame
     under_autocast: bool  # plain code runs under torch.autocast as a whole
     over_limit: bool  # Dynamo has compiled some code so often that it does not compile it again
 

@@ -24,11 +24,10 @@ model gives it, and the next piece has to treat it as the same graph would.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -178,6 +177,9 @@ def _is_scalar(node: fx.Node) -> bool:
 # ---------------------------------------------------------------------------------- from piece to piece
 
 
+_TARGET = "a target of the training step"
+
+
 class _Calls(threading.local):
     def __init__(self) -> None:
         self.running = 0
@@ -195,20 +197,22 @@ class Handed:
         self._calls = _Calls()
         self.notes_low = False
 
-    @contextlib.contextmanager
-    def call(self, given: Any = None) -> Iterator[None]:
-        """Enclose one call of a compiled model; ``given``: values that count as wide from the start."""
-        calls = self._calls
-        calls.running += 1
-        try:
+    def begin(self, given: Any = None) -> None:
+        """Begin a call of a compiled model, which ``end`` must end; ``given``: values that count as wide from the
+        start."""
+        self._calls.running += 1
+        if isinstance(given, torch.Tensor):
+            self.add(given, _TARGET)
+        elif given is not None:
             for value in pytree.tree_leaves(given):
-                self.add(value, "a target of the training step")
-            yield
-        finally:
-            calls.running -= 1
-            if not calls.running:
-                calls.found.clear()
-                calls.low.clear()
+                self.add(value, _TARGET)
+
+    def end(self) -> None:
+        calls = self._calls
+        calls.running -= 1
+        if not calls.running:
+            calls.found.clear()
+            calls.low.clear()
 
     def add(self, value: Any, why: str) -> None:
         if isinstance(value, torch.Tensor):

@@ -6,8 +6,7 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx
@@ -103,11 +102,26 @@ def _opened_by_python(name: str) -> Iterator[None]:
 @contextlib.contextmanager
 def inside_call() -> Iterator[Surroundings]:
     """Enclose a call of a compiled model; yield the regions around it."""
-    _PYTHON.calls += 1
+    around = begin_call()
     try:
-        yield Surroundings.now()
+        yield around
     finally:
-        _PYTHON.calls -= 1
+        end_call()
+
+
+def begin_call() -> Surroundings:
+    """Begin a call of a compiled model, which ``end_call`` must end; return the regions around it."""
+    _PYTHON.calls += 1
+    return Surroundings.now()
+
+
+def end_call() -> None:
+    _PYTHON.calls -= 1
+
+
+def scopes_opened() -> int:
+    """Return the number of scopes that plain Python has opened so far in this thread."""
+    return _PYTHON.count
 
 
 def is_inside_call() -> bool:
@@ -115,8 +129,7 @@ def is_inside_call() -> bool:
     return _PYTHON.calls > 0
 
 
-@dataclass(frozen=True, slots=True)
-class Surroundings:
+class Surroundings(NamedTuple):
     """The regions around code that is about to run."""
 
     scopes: int

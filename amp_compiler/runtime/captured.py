@@ -20,12 +20,12 @@ from ..common.errors import AmpError, AmpWarning, ArgumentError, CaptureError
 from ..common.messages import first_line, users_frame
 from ..common.torch_names import is_any_autocast_enabled
 from ..policy import dtype_name
-from ..policy.scopes import Surroundings, inside_call
+from ..policy.scopes import begin_call, end_call, scopes_opened
 from .backend import Backend
 from .low_parameters import warn_if_low
 from .options import Options
 from .outside import Uncaptured
-from .regions import suspended
+from .regions import HERE, suspended
 from .state import State
 
 
@@ -37,7 +37,7 @@ class Captured:
 
     def __init__(
         self, function: Callable[..., Any], target: Any, options: Options, state: State, backend: Backend | None = None,
-        wide: Callable[..., Any] = lambda *args, **kwargs: None,
+        wide: Callable[..., Any] | None = None,
     ) -> None:  # fmt: skip
         self.options, self.state, self._wide, self._target = options, state, wide, target
         self._backend = backend or Backend(target, options, state)
@@ -66,29 +66,42 @@ class Captured:
         )  # fmt: skip
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        state = self.state
-        if self._backend.state is not state:  # another policy has taken what was captured
+        if self._backend.state is not self.state:  # another policy has taken what was captured
             self._capture_anew()
+        outside = self._outside
+        if outside is not None:
+            outside.begin()
+        # none of these regions is there as a rule, and a call of a small model is as long as three context managers
+        if HERE.region is None and not is_any_autocast_enabled() and (outside is None or not outside.under_autocast):
+            return self._enclosed(args, kwargs)
+        whole = outside.call() if outside is not None else contextlib.nullcontext()
+        with suspended(), self._no_autocast(), whole:
+            return self._enclosed(args, kwargs)
+
+    def _enclosed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call that no region of other code encloses."""
+        state, running = self.state, self.state.running
         before, pieces = dynamo.Tally.now(), len(state.pieces)
-        wide = state.handed.call(self._wide(*args, **kwargs))
-        outside = self._outside.call() if self._outside is not None else contextlib.nullcontext()
-        with suspended(), self._no_autocast(), settings.capture_settings(), outside, wide, inside_call() as around:
-            outer, state.running.entered = state.running.entered, around
+        state.handed.begin(None if self._wide is None else self._wide(*args, **kwargs))
+        around = begin_call()
+        outer, running.entered = running.entered, around
+        try:
             if around.scopes:
                 state.leave("a precision scope only works inside a model's code; around a call of it, it does nothing")
-            try:
-                result = self._run(*args, **kwargs)
-            except Exception as error:
-                state.warned.add("raised")
-                explained = _explain(error, self.options.fullgraph)
-                if explained is None:
-                    raise
-                if isinstance(explained, ArgumentError):  # the user's mistake: Dynamo's frames say nothing about it
-                    raise explained.with_traceback(None) from None
-                raise explained from error
-            finally:
-                state.running.entered = outer
-        if Surroundings.now().opened > around.opened and "scope" not in state.warned:
+            result = self._run(*args, **kwargs)
+        except Exception as error:
+            state.warned.add("raised")
+            explained = _explain(error, self.options.fullgraph)
+            if explained is None:
+                raise
+            if isinstance(explained, ArgumentError):  # the user's mistake: Dynamo's frames say nothing about it
+                raise explained.with_traceback(None) from None
+            raise explained from error
+        finally:
+            running.entered = outer
+            end_call()
+            state.handed.end()
+        if scopes_opened() > around.opened and "scope" not in state.warned:
             state.warned.add("scope")
             why = "; ".join(reason.in_full() for reason in before.breaks_since()) or "see not_captured in the report"
             state.leave(

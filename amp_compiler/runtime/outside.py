@@ -47,6 +47,7 @@ class _Layer:
     run: Callable[..., Any] | None
     forward: Callable[..., Any] | None = None  # of a module that is or holds a unit of fully_shard, compiled
 
+
 class Uncaptured:
     """Runs all code of one compiled model that is not captured (``capture.trampolines.Outside``)."""
 
@@ -58,7 +59,7 @@ class Uncaptured:
         self._forwards: set[CodeType] = set()
         self._products = PlainProducts(self.policy, state)
         self._around = self._products.around
-        self.watches_disabled = self.over_limit = False
+        self.watches_disabled = self.over_limit = self.leaves_code = False
         self._dynamic = options.dynamic
         self._units = wrappers.has_units(target)
         self._wholly = self.policy.autocast_device if not options.keep_output_dtypes else None
@@ -70,9 +71,13 @@ class Uncaptured:
         self._products = PlainProducts(self.policy, state)
         self._around = self._products.around
 
+    def begin(self) -> None:
+        """Prepare a call of the compiled model."""
+        if self.leaves_code:
+            frames.watch_calls(self.watches_disabled)
+
     def call(self) -> AbstractContextManager[None]:
         """Return the context manager for each call of the compiled model."""
-        frames.watch_calls(self.watches_disabled)
         return NOTHING if self._wholly is None else self._one_autocast()
 
     @contextmanager

@@ -15,18 +15,18 @@ from ..common.torch_names import inside_ddp, is_dtensor, pytree
 from ..parallel.shards import is_divided
 from .owner import Owner
 from .rerun import undisturbed
-from .window import Batch
+from .window import Batch, tensors_in
 
 
 def needs_autograd(owner: Owner, given: Any, *, first: bool) -> str | None:
     """Return why gradients must come from autograd itself, for example because a hook waits for them; None if not."""
-    if any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in owner.parameters()):
-        return "a parameter has a gradient hook, which only autograd calls"
-    if any(map(_is_users_dtensor, owner.parameters())):
-        return "the parameters are DTensors, whose gradients are exchanged while autograd runs"
-    for value in pytree.tree_leaves(given):
-        if isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:
-            return "an input comes from a computation that needs its gradient"
+    for parameter in owner.parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return "a parameter has a gradient hook, which only autograd calls"
+        if _is_users_dtensor(parameter):
+            return "the parameters are DTensors, whose gradients are exchanged while autograd runs"
+    if any(value.requires_grad and not value.is_leaf for value in tensors_in(*given)):
+        return "an input comes from a computation that needs its gradient"
     for module in owner.modules() if first else ():
         if inside_ddp(module) is not None:
             return (

@@ -34,6 +34,9 @@ class LossWatch:
         """Record whether the loss of one micro-batch was finite; ``first``: it is the first of its window."""
         if self._warned:
             return
+        if self._free_to_read and loss_finite.tolist():
+            self._not_finite = None if first else self._not_finite
+            return
         bad = loss_finite.logical_not()
         self._not_finite = bad if first or self._not_finite is None else self._not_finite | bad
 

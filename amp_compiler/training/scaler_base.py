@@ -20,7 +20,7 @@ from ..kernels import all_finite as finite_kernel
 from ..kernels import unscale as unscale_kernel
 from . import scaler_checks as checks
 from .nested import map_tensors, tensors_in
-from .scaler_state import Stage, TorchScaler, Use
+from .scaler_state import Stage, TorchScaler, Use, host_value
 from .update import apply_update, gradients, inverse, takes_found_inf
 
 STUCK_AFTER = 10  # warn after this many skipped updates in a row
@@ -223,7 +223,7 @@ class LossScaler(TorchScaler):
         found = found.to(scale.device, non_blocking=True)
         if self._numbers.on_host():  # the host can read these without waiting
             count = stuck.numpy()
-            count[...] = (count + 1) * found.numpy()
+            count[...] = count + 1 if host_value(found) else 0
         else:
             stuck.add_(1).mul_(found)
         self._rescale(scale, found)

@@ -36,6 +36,14 @@ class Use:
     taken: bool | None = None  # whether the step was taken; None if the host doesn't know
 
 
+def host_value(tensor: Tensor) -> Any:
+    """Return the one number of a tensor. For a CPU tensor, ``tolist`` dispatches no op, which ``item`` does."""
+    value = tensor.tolist()
+    while isinstance(value, list):
+        (value,) = value
+    return value
+
+
 class Numbers:
     """A scaler's numbers: Python numbers until the device is known, then tensors of no dimensions on it."""
 
@@ -62,10 +70,10 @@ class Numbers:
         return not self.tensors or self.tensors["scale"].device.type == "cpu"
 
     def read(self, name: str) -> Any:
-        """Return the number on the host. (For a CPU tensor, ``tolist`` dispatches no op.)"""
+        """Return the number on the host."""
         if name not in self.tensors:
             return self.plain[name]
-        return type(self.plain[name])(self.tensors[name].tolist())
+        return type(self.plain[name])(host_value(self.tensors[name]))
 
     def write(self, **values: float) -> None:
         for name, value in values.items():

@@ -16,6 +16,7 @@ from ..common.errors import ArgumentError
 from ..common.torch_names import amp_update_scale_
 from . import scaler_checks as checks
 from .scaler_base import REMEDY, LossScaler
+from .scaler_state import host_value
 
 
 class StaticLossScaler(LossScaler):
@@ -189,6 +190,11 @@ class DynamicLossScaler(LossScaler):
 
     def _rescale(self, scale: Tensor, found: Tensor) -> None:
         finite, overflows = self._numbers.tensors["finite"], self._numbers.tensors["overflows"]
+        if self._overflow_patience == 1 and self._numbers.on_host() and not host_value(found):
+            count = host_value(finite) + 1
+            if count < self._growth_interval:  # torch's update would count, and leave the scale alone
+                finite.numpy()[...] = count
+                return
         too_many = found
         if self._overflow_patience > 1:
             overflow = found != 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -37,6 +38,7 @@ from .rerun import explain_last_update
 from .results import StepResult
 from .running import Running
 from .scaler_base import LossScaler
+from .scaler_state import host_value
 from .scalers import DynamicLossScaler
 from .stuck import warn_if_stuck
 from .underflow import Underflow, explain_underflow, run_in_fp32
@@ -94,6 +96,7 @@ class TrainStep:
         self._loss_finite = self._loss.isfinite()
         self._loss_watch = LossWatch(self._device)
         self._health = HealthWatch(health_every)
+        self._on_host = self._device.type == "cpu"  # the host reads flags without waiting
         self._one = torch.ones((), device=self._device)
         self._false = torch.zeros((), dtype=torch.bool, device=self._device)
         self._true = torch.ones((), dtype=torch.bool, device=self._device)
@@ -124,14 +127,15 @@ class TrainStep:
                 "Another training step of this model is in the middle of an update, and its gradients would be lost: "
                 "call its flush() first, or let it finish its accumulate_steps."
             )
-        _WAITING[self.model] = weakref.ref(window)
+        if other is not window:
+            _WAITING[self.model] = weakref.ref(window)
         scale = None if self.scaler is None or window.done else self.scaler.scale_on(self._device).clone()
         with window.batch(scale):
             batch = Batch(args, kwargs, targets, rng_state(self._device), window.done, window.found)
             with torch.enable_grad():
                 loss, extra, output = self._running(args, kwargs, targets, self._device)
             batch.found = window.found
-            batch.loss_finite = self._loss_finite = loss.detach().isfinite().reshape(())
+            batch.loss_finite = self._loss_finite = self._is_finite(loss)
             window.batches.append(batch)
         self._loss = loss.detach()
         self._loss_watch.see(self._loss_finite, first=window.done == 1)
@@ -197,12 +201,24 @@ class TrainStep:
 
     def _result(self, loss: Tensor, norm: Tensor, *, updated: bool) -> StepResult:
         window = self._window
-        skipped = window.skipped() if updated else None
         scale = self._one if window.scale is None else window.scale
-        finite = self._loss_finite
-        if skipped is None:
-            return StepResult(loss.detach(), self._false, scale, norm, self._true if updated else self._false, finite)
-        return StepResult(loss.detach(), skipped, scale, norm, skipped.logical_not(), finite)
+        if not updated or window.found is None:
+            skipped, now = self._flag(False), self._flag(updated)
+        elif self._on_host:
+            left_out = bool(host_value(window.found))
+            skipped, now = self._flag(left_out), self._flag(not left_out)
+        else:
+            skipped = window.found.ne(0).view(())
+            now = skipped.logical_not()
+        return StepResult(loss.detach(), skipped, scale, norm, now, self._loss_finite)
+
+    def _is_finite(self, loss: Tensor) -> Tensor:
+        if self._on_host and loss.device.type == "cpu":  # one read instead of four ops
+            return self._flag(math.isfinite(host_value(loss)))
+        return loss.detach().isfinite().reshape(())
+
+    def _flag(self, value: bool) -> Tensor:
+        return (self._true if value else self._false).clone()  # a result is the caller's, who may write to it
 
     def _gradients(self) -> list[Tensor]:
         return [local_of(p.grad) for p in self._owner.parameters() if p.grad is not None]

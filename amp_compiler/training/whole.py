@@ -184,6 +184,9 @@ class StepGraph:
         self.shards = shards
         self.names, self.attributes, self.owner, self.window = names, attributes, owner, window
         self.inputs: list[ir.Role] = [n.meta[ir.ROLE] for n in joint.graph.nodes if n.op == "placeholder"]
+        #: of each input, the argument that it is, and those that are made for each call instead
+        self.places = [role.index if role.kind == "primal" else 0 for role in self.inputs]
+        self.made = [(place, role) for place, role in enumerate(self.inputs) if role.kind != "primal"]
         self.outputs: tuple[ir.Role, ...] = joint.meta[ir.ROLE]
         self.sums = [role.index for role in self.inputs if role.kind == "sum"]
         self.restored = [role.index for role in joint.meta[ir.RESTORED]]
@@ -211,7 +214,9 @@ class StepGraph:
                 args = [self.shards[i].take() if i in self.shards else given for i, given in enumerate(args)]
             window.begin_sums([args[index] for index in self.sums])
             low = iter(self.low.of(args, window.number) if self.low is not None else ())
-            values = [self._value(role, args, low) for role in self.inputs]
+            values = [args[place] for place in self.places]
+            for place, role in self.made:
+                values[place] = self._value(role, args, low)
             results = self.forward(*values)
             for index in self.restored if window.size > 1 else ():
                 if self.names[index] not in window.saved:
@@ -221,8 +226,6 @@ class StepGraph:
 
     def _value(self, role: ir.Role, args: Sequence[Any], low: Any) -> Any:
         kind = role.kind
-        if kind == "primal":
-            return args[role.index]
         if kind == "low":
             return next(low)
         if kind == "sum":
