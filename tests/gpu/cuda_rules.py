@@ -1,8 +1,8 @@
 """Dtypes that kernels of CUDA take, where those of CPUs, fakes and ``meta`` do not insist.
 
-They were written down by hand. torch's own meta functions check some of them (``CHECKED_BY_META``), and the rules for
-layer and group norm were compared with the kernels' sources (``CHECKED_IN_SOURCE``, in ``aten/src/ATen/native/cuda`` of
-torch's main branch: both read weight and bias by the input's type). The others were compared with nothing.
+They were written down by hand. torch's own meta functions check some of them (``CHECKED_BY_META``). The rules for layer
+and group norm agree with excerpts of the kernels' sources (``SEEN_IN_SOURCE``, in ``aten/src/ATen/native/cuda``: both
+read weight and bias by the input's type), whose release is not known. The others were compared with nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SAME = {
 }  # fmt: skip
 #: rules that torch's meta functions have as well: on fakes the op raises (torch 2.13)
 CHECKED_BY_META = ("bmm", "baddbmm", "dot", "scatter_add")
-CHECKED_IN_SOURCE = {
+SEEN_IN_SOURCE = {
     "native_layer_norm": "layer_norm_kernel.cu", "native_layer_norm_backward": "layer_norm_kernel.cu",
     "native_group_norm": "group_norm_kernel.cu", "native_group_norm_backward": "group_norm_kernel.cu",
 }  # fmt: skip

@@ -10,8 +10,8 @@ import pytest
 from gpu.chosen import CHOSEN
 
 ROOT = Path(__file__).parents[1]
-#: how a test marked gpu gets to a device: by a case, on a GPU or on the stand-in
-WAYS = ("answer", "is_fine", "_converted")
+#: how a test marked gpu gets to a device: by a case, on a GPU or on the stand-in; or by processes, on GPUs or CPUs
+WAYS = ("answer", "is_fine", "_converted", "run_processes")
 
 
 def marked() -> Iterator[tuple[Path, ast.FunctionDef]]:
