@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import warnings
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +16,7 @@ from integrations.trainer_loops import make_batches, make_model
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-from amp_compiler import ArgumentError, DynamicLossScaler, PolicyError, amp_compile
+from amp_compiler import AmpWarning, ArgumentError, DynamicLossScaler, PolicyError, amp_compile
 from amp_compiler.integrations import accelerate, transformers
 from amp_compiler.integrations.transformers import AmpTrainer
 
@@ -133,6 +134,32 @@ def test_logs_evaluation_and_the_users_model(tmp_path: Path) -> None:
     start = sentences(1)[0]["input_ids"][None, :3]
     assert torch.equal(model.generate(start, max_new_tokens=2, do_sample=False),
                        loaded.generate(start, max_new_tokens=2, do_sample=False))  # fmt: skip
+
+
+@pytest.mark.trainers
+@pytest.mark.parametrize("low_rank", [False, True])
+def test_evaluation_with_gradient_checkpointing_is_low(low_rank: bool, tmp_path: Path) -> None:
+    """Checkpointing adds a hook with ``requires_grad_`` to the embedding, also in front of PEFT's frozen layers."""
+    model: Any = make_language_model()
+    if low_rank:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"]))
+    trainer = AmpTrainer(
+        model,
+        arguments(tmp_path, max_steps=2, gradient_checkpointing=True),
+        train_dataset=sentences(8),
+        eval_dataset=sentences(4),
+        amp_dtype=torch.bfloat16,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AmpWarning)
+        trainer.train()
+        trained = len(trainer.amp_report().rows)
+        assert torch.tensor(trainer.evaluate()["eval_loss"]).isfinite()
+    evaluated = [row for row in trainer.amp_report().rows[trained:] if row.op in ("linear", "addmm")]
+    assert evaluated
+    assert {row.precision for row in evaluated} == {"bfloat16"}
 
 
 def test_a_skipped_step_leaves_the_scheduler_and_shows_in_the_logs(tmp_path: Path) -> None:
