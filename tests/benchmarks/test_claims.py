@@ -26,7 +26,6 @@ NO_CLAIMS = {
     "is used only where a cast and a product of the library would not be faster": "a rule, by an estimate",
     "says that this is not slower": "a rule, by an estimate",
     "where it should not be slower": "a rule, by an estimate",
-    "assumed to reach 70 % of the data sheet's rate": "an assumption",
 }
 
 

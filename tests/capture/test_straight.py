@@ -78,7 +78,23 @@ CALLS: dict[Any, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("op", BINDINGS, ids=str)
+UNSCALE = torch.ops.amp.unscale_.default
+
+
+def test_unscaling_without_the_dispatcher_does_the_same() -> None:
+    given = [torch.tensor([2.0, 4.0]), torch.tensor([float("inf")]), torch.tensor([1.0], dtype=torch.float16)]
+    results = []
+    for call in (UNSCALE, BINDINGS[UNSCALE]):
+        gradients, flag = [g.clone() for g in given], torch.zeros(1)
+        with torch.no_grad():
+            results.append([call(gradients, torch.tensor(0.5), flag), flag, *gradients])
+    assert results[0][0].item() == 1.0
+    assert results[0][2].tolist() == [1.0, 2.0]
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("op", [op for op in BINDINGS if op is not UNSCALE], ids=str)
 def test_a_binding_calls_the_same_op_with_the_same_arguments(op: Any) -> None:
     for args, kwargs in CALLS.get(op, [((square,), {})]):
         with torch.no_grad(), Seen() as direct:
