@@ -67,6 +67,8 @@ class AmpModule(nn.Module):
     _OWN = frozenset({"enabled", "training", "_original", "_options", "_state", "_compiled", "_modules", "_parameters",
                       "_buffers", "_non_persistent_buffers_set", "_is_function", "_ready", "_stand_in",
                       "_given_class", "_mark", "__class__"})  # fmt: skip
+    _state: Any
+    _compiled: Any
 
     def __new__(cls, target: Callable[..., Any], options: Options) -> AmpModule:
         return super().__new__(_class_for(target) if cls is AmpModule else cls)

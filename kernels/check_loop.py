@@ -62,8 +62,9 @@ def read_loop(text: str, warps: int, lanes: int, step_bytes: int) -> Loop:
     amd = lanes == 64
     issued = [name for name in body if not amd or (name.startswith("v_") and not MATRIX.match(name))]
     shared = sum(_bytes(name) for name in body if SHARED.match(name)) * warps * lanes
-    counts = (sum(bool(pattern.match(name)) for name in body) for pattern in (MATRIX, CONVERTS))
-    return Loop(*(-(-n // steps) for n in (len(issued), *counts, shared)), loaded // steps)
+    matrix, converts = (sum(bool(pattern.match(name)) for name in body) for pattern in (MATRIX, CONVERTS))
+    counts = (-(-n // steps) for n in (len(issued), matrix, converts, shared, loaded))
+    return Loop(*counts)
 
 
 def _lines(text: str) -> Iterator[str]:

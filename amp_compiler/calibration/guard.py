@@ -40,10 +40,10 @@ class Guard:
         with torch.no_grad():
             for name in changed:
                 now[name].copy_(self._values[name])
-            for parameter, gradient, copy in self._gradients:
+            for parameter, gradient, value in self._gradients:
                 parameter.grad = gradient
-                if gradient is not None and copy is not None and not _same(gradient, copy):
-                    gradient.copy_(copy)
+                if gradient is not None and value is not None and not _same(gradient, value):
+                    gradient.copy_(value)
         for module, training in self._modes:
             module.training = training
         return changed

@@ -38,7 +38,7 @@ class Use:
 
 def host_value(tensor: Tensor) -> Any:
     """Return the one number of a tensor. For a CPU tensor, ``tolist`` dispatches no op, which ``item`` does."""
-    value = tensor.tolist()
+    value: Any = tensor.tolist()
     while isinstance(value, list):
         (value,) = value
     return value
