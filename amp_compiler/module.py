@@ -119,15 +119,14 @@ class AmpModule(nn.Module):
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
             raise ArgumentError(f"torch.jit.trace cannot trace a compiled module: {_NO_TORCHSCRIPT}")
-        if self._compiled is None:
-            self._begin()
-        return self._compiled(*args, **kwargs)
+        return (self._compiled or self._begin())(*args, **kwargs)
 
-    def _begin(self, captured: Captured | None = None) -> None:
+    def _begin(self, captured: Captured | None = None) -> Captured:
         with _FIRST_CALLS:  # several threads may come at once
             if self._compiled is None:
                 found = captured or Captured(self._original, self._original, self._options, self._state)
                 self._compiled, self._state = found, found.state
+        return self._compiled  # type: ignore[no-any-return]
 
     def __prepare_scriptable__(self) -> Any:
         """Raise an error: torch.jit.script calls this before it looks at a module."""
