@@ -32,8 +32,8 @@ KINDS = {
     "avx2": Kind(frozenset({"avx2"})),
     "baseline": Kind(frozenset()),
 }
-_AVX2 = ("avx2", "fma3", "f16c", "bmi", "bmi2", "lzcnt")  # the parts that make up x86-64-v3, and
-_AVX512 = ("f", "bw", "vl", "dq", "cd")  # x86-64-v4
+_AVX2 = ("fma3", "f16c", "bmi", "bmi2", "lzcnt")  # what x86-64-v3 has beside AVX2: every such CPU, if not switched off
+_AVX512 = ("f", "bw", "vl", "dq", "cd")  # the parts that make up x86-64-v4
 
 
 def chosen() -> Kind:
@@ -71,6 +71,9 @@ def kernel_kind() -> str | None:
 
 def _all() -> tuple[str, ...]:
     found: Mapping[str, Any] = torch.cpu.get_capabilities()
-    there = {"avx2": all(found.get(part, False) for part in _AVX2), "avx512": all(found.get(f"avx512_{part}", False) for part in _AVX512)}
+    there = {
+        "avx2": found.get("avx2", False) and all(found.get(part, True) for part in _AVX2),
+        "avx512": all(found.get(f"avx512_{part}", False) for part in _AVX512),
+    }
     there |= {unit: found.get(unit, False) for unit in ("avx512_bf16", "amx_bf16", "amx_fp16")}
     return tuple(name for name, is_there in there.items() if is_there)
