@@ -1,7 +1,7 @@
 """Puts the compiled CPU kernels into the wheel: on Linux on x86-64, where there is a C++ compiler.
 
-``AMP_BUILD_KERNELS=0`` leaves them out, and ``=1`` makes it an error if they cannot be compiled. Without them the wheel is
-for any machine, and the kernels are compiled when they are first needed. Everything else is in ``pyproject.toml``.
+``AMP_BUILD_KERNELS=0`` leaves them out, and ``=1`` makes it an error if they cannot be compiled. Without them the wheel
+is for any machine, and the kernels are compiled when they are first needed. Everything else is in ``pyproject.toml``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The capabilities of the CPU, and which of them the kernels may use.
 
 ``AMP_CPU_CAPABILITY=avx2`` treats a newer CPU as one that has AVX2 and nothing newer, to try out on one machine what
-another will run: the kernels for that kind of CPU are loaded, and existing low-precision units are not used. torch's own
-kernels have other switches, which torch reads when it is imported: ``ATEN_CPU_CAPABILITY=avx2`` and
+another will run: the kernels for that kind of CPU are loaded, and existing low-precision units are not used. torch's
+own kernels have other switches, which torch reads when it is imported: ``ATEN_CPU_CAPABILITY=avx2`` and
 ``ONEDNN_MAX_CPU_ISA=AVX2``.
 """
 

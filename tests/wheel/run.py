@@ -55,9 +55,10 @@ def main() -> None:
             subprocess.run([sys.executable, __file__], env=os.environ | forced, check=True)
         else:
             print(f"{kind}: this CPU does not have it, so it was not tried")
-    doctor = subprocess.run(["amp-compiler", "doctor"], env=os.environ | {"COLUMNS": "200"}, check=True, capture_output=True, text=True)
-    print(doctor.stdout)
-    assert "compiled" in doctor.stdout
+    wide = os.environ | {"COLUMNS": "200"}
+    told = subprocess.run(["amp-compiler", "doctor"], env=wide, check=True, capture_output=True, text=True).stdout
+    print(told)
+    assert "compiled" in told
     assert not list(build.cache_folder().glob("*.so")), "something was compiled"
 
 
