@@ -2,12 +2,13 @@
 
 ``prepare`` is called by a back end that is about to run a graph with low-precision ops on a CPU
 (``runtime/prepare.py``), and by ``amp-compiler doctor``. There is one library per kind of CPU (``capability.py``),
-which serves every supported release of torch. A wheel for Linux on x86-64 contains them (``lib/``). Otherwise the system's
-compiler builds the one for this CPU in a few seconds, with a line on stderr before and after (``AMP_LOGS=quiet``
+which serves every supported release of torch. A wheel for Linux on x86-64 contains them (``lib/``). Otherwise the
+system's compiler builds the one for this CPU in a few seconds, with a line on stderr before and after (``AMP_LOGS=quiet``
 suppresses them). If several threads or processes need it at the same time, one compiles and the others wait. It is
 kept in ``~/.cache/amp_compiler`` (or ``$XDG_CACHE_HOME``, or ``$AMP_CACHE_DIR``) under a name that depends on the
 sources, so a change of those builds a new one. Where there is no library and no compiler, on a CPU without AVX2,
-and with ``AMP_CPU_KERNELS=python``, the same ops run in Python: the same numbers within fp32's rounding, 20 to 50 % slower.
+and with ``AMP_CPU_KERNELS=python``, the same ops run in Python: the same numbers within fp32's rounding, 20 to 50 %
+slower.
 """
 
 from __future__ import annotations
@@ -98,10 +99,9 @@ def _told(error: Exception, compiler: str, path: Path | None) -> tuple[str, str]
     said = getattr(error, "stderr", None) or str(error)
     first = next((line for line in said.splitlines() if "error" in line), said.strip().partition("\n")[0]).rstrip(".")
     if path is not None:
-        what = f"were compiled but cannot be loaded: {first}"
-        return what, (
-            "Install the package again." if path.parent == PACKAGED else f"Delete {path}, so that they are compiled again."
-        )
+        packaged = path.parent == PACKAGED
+        advice = "Install the package again." if packaged else f"Delete {path}, so that they are compiled again."
+        return f"were compiled but cannot be loaded: {first}", advice
     if isinstance(error, subprocess.TimeoutExpired):
         what = f"could not be compiled: {compiler} timed out after {compile_cpp.MINUTES} minutes"
         return what, "Try again on an idle machine."
