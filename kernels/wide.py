@@ -33,7 +33,8 @@ _LIBRARY = torch.library.Library("amp", "FRAGMENT")
 
 def _define(op: Any) -> Any:
     name = f"wide_{schema_of(op).name.removeprefix('aten::').lstrip('_')}"
-    schema = str(schema_of(op))
+    # torch's stable interface, by which the compiled kernels are registered, has no numbers of any type.
+    schema = str(schema_of(op)).replace("Scalar ", "float ")
     _LIBRARY.define(name + schema[schema.index("(") :])
     _IN_PYTHON.append((name, _runner(op)))
     torch.library.register_fake(f"amp::{name}", op, lib=_LIBRARY)

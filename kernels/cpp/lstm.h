@@ -2,7 +2,6 @@
 // independent, so each thread takes some of them through all steps, and no thread waits for another.
 #pragma once
 
-#include <bit>
 #include <vector>
 
 #include "cast_matmul.h"
@@ -23,8 +22,8 @@ inline float exponential(float x) {
   sum = sum * rest + 1.6666665459e-1f;
   sum = sum * rest + 5.0000001201e-1f;
   sum = sum * rest * rest + rest + 1.0f;
-  const int32_t power = (std::bit_cast<int32_t>(shifted) - std::bit_cast<int32_t>(12582912.0f) + 127) << 23;
-  return sum * std::bit_cast<float>(power);
+  const int32_t power = (__builtin_bit_cast(int32_t, shifted) - __builtin_bit_cast(int32_t, 12582912.0f) + 127) << 23;
+  return sum * __builtin_bit_cast(float, power);
 }
 inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 inline float tangent(float x) {

@@ -1,11 +1,6 @@
 // Lists of gradients: multiplied in place and checked for non-finite numbers, in one pass.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/fill.h>
-#include <ATen/ops/item.h>
-
 #include <atomic>
 #include <cmath>
 #include <tuple>
@@ -84,15 +79,15 @@ bool over(const std::vector<Tensor>& tensors, float factor) {
   return finite.load();
 }
 
-// The tensors that these kernels support, by dtype; the rest (other dtypes, devices and layouts) is left to torch.
+// The tensors that these kernels support, by dtype; the rest (other dtypes, devices and layouts) is left to torch. A
+// lazily negated tensor is like any other: nothing here depends on the sign.
 struct Sorted {
   std::vector<Tensor> floats, halves, bfloats, rest;
 
   explicit Sorted(at::TensorList tensors) {
     for (const Tensor& tensor : tensors) {
-      const bool taken = tensor.device().is_cpu() && tensor.layout() == at::kStrided && !tensor.is_neg() &&
-                         tensor.is_non_overlapping_and_dense();
-      const auto dtype = taken ? tensor.scalar_type() : at::ScalarType::Undefined;
+      const bool taken = tensor.is_cpu() && tensor.is_strided() && tensor.is_non_overlapping_and_dense();
+      const auto dtype = taken ? tensor.scalar_type() : at::ScalarType::Other;
       (dtype == at::kFloat      ? floats
        : dtype == at::kHalf     ? halves
        : dtype == at::kBFloat16 ? bfloats
@@ -107,18 +102,13 @@ struct Sorted {
   }
 };
 
-// Multiplies each tensor in place and sets `found` to 1 if one was not finite; returns the unsupported tensors.
+// Multiplies each tensor in place and sets `found` to 1 if one was not finite; returns the unsupported tensors. The
+// caller increments the versions that autograd compares.
 inline std::vector<Tensor> unscale_cpu(at::TensorList tensors, const Tensor& found, const Tensor& factor) {
-  at::AutoDispatchBelowADInplaceOrView below;
   Sorted sorted(tensors);
   // read directly: item() would dispatch an op
-  const float by = factor.scalar_type() == at::kFloat ? *factor.const_data_ptr<float>() : factor.item<float>();
-  if (!sorted.finite<true>(by)) found.fill_(1.0);
-  for (const auto* group : {&sorted.floats, &sorted.halves, &sorted.bfloats}) {
-    for (const Tensor& tensor : *group) {
-      if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
-    }
-  }
+  const float by = factor.scalar_type() == at::kFloat ? *factor.const_data_ptr<float>() : factor.item();
+  if (!sorted.finite<true>(by)) succeeds(aoti_torch_cpu_fill__Scalar(found.get(), 1.0));
   return std::move(sorted.rest);
 }
 
