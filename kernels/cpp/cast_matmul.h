@@ -5,7 +5,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/native/CPUBlas.h>
 #include <ATen/ops/addmm.h>
-#include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/mm.h>
@@ -404,6 +403,10 @@ Tensor in_lines(const Tensor& x) {
   return known.stride(-1) == 1 || known.stride(-2) == 1 ? known : known.contiguous();
 }
 
+// The products of a batch: see batched.h.
+template <class Low, class Out>
+void multiply_batch(const Tensor& left, const Tensor& right, const float* plus, Out* to);
+
 template <class Low, class Out>
 Tensor cast_matmul(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias) {
   if (a.dim() == 3 && b.stride(0) == 0) {  // one matrix for the whole batch: torch's `linear` of turned inputs
@@ -413,32 +416,19 @@ Tensor cast_matmul(const Tensor& a, const Tensor& b, const std::optional<Tensor>
   const float* plus = bias.has_value() ? rounded<Low>(BIAS, bias->contiguous()).template const_data_ptr<float>() : nullptr;
   const int64_t m = a.size(-2), k = a.size(-1), n = b.size(-1);
   const bool batched = a.dim() == 3;
-  const auto floats = a.options().dtype(at::kFloat);
   const auto outs = a.options().dtype(c10::CppTypeToScalarType<Out>::value);
   Tensor result = batched ? at::empty({a.size(0), m, n}, outs) : at::empty({m, n}, outs);
   Out* to = result.template mutable_data_ptr<Out>();
-  if (!batched && m > 0 && n > 0 && k > 0) {
+  if (k == 0) {
+    plus ? result.copy_(at::from_blob(const_cast<float*>(plus), {n}, at::kFloat)) : result.zero_();
+  } else if (result.numel() > 0) {
     const Tensor left = in_lines<Low>(a), right = in_lines<Low>(b);
-    if (left.scalar_type() == at::kFloat) {
+    if (batched) {
+      multiply_batch<Low, Out>(left, right, plus, to);
+    } else if (left.scalar_type() == at::kFloat) {
       multiply<Low, Out>(matrix<float>(left), right, plus, to, m, k, n);
     } else {
       multiply<Low, Out>(matrix<Low>(left), right, plus, to, m, k, n);
-    }
-  } else {
-    const Tensor left = rounded<Low>(LEFT, a), right = rounded<Low>(RIGHT, b);
-    float* sums = std::is_same_v<Out, float> ? reinterpret_cast<float*>(to) : scratch(SUMS).take(result.numel());
-    Tensor sum = at::from_blob(sums, result.sizes(), floats);
-    batched ? at::bmm_out(sum, left, right) : at::mm_out(sum, left, right);
-    if (!std::is_same_v<Out, float>) conversions().add(result.numel() * static_cast<int64_t>(sizeof(Out)));
-    if (plus) {
-      at::parallel_for(0, result.numel() / std::max<int64_t>(n, 1), std::max<int64_t>(GRAIN / std::max<int64_t>(n, 1), 1),
-                       [&](int64_t start, int64_t end) {
-                         for (int64_t r = start; r < end; ++r) finish(sums + r * n, plus, to + r * n, n);
-                       });
-    } else if (!std::is_same_v<Out, float>) {
-      parallel(result.numel(), [&](int64_t start, int64_t end) {
-        finish<Out>(sums + start, nullptr, to + start, end - start);
-      });
     }
   }
   tidy();

@@ -2,6 +2,8 @@
 // and ../lstm.py for their definitions.
 #include <torch/library.h>
 
+#include "attention.h"
+#include "batched.h"
 #include "cast_matmul.h"
 #include "lstm.h"
 #include "multi_tensor.h"
@@ -27,8 +29,9 @@ TORCH_LIBRARY(amp_cpu, library) {
 
 TORCH_LIBRARY_IMPL(amp, CPU, library) {
   library.impl("cast_matmul", &amp::cast_matmul_cpu);
-  for (const char* name : {"wide_convolution", "wide_convolution_backward", "wide_baddbmm",
-                           "wide_scaled_dot_product_flash_attention_for_cpu_backward"}) {
+  library.impl("wide_scaled_dot_product_flash_attention_for_cpu", &amp::attention_cpu);
+  library.impl("wide_scaled_dot_product_flash_attention_for_cpu_backward", &amp::attention_backward_cpu);
+  for (const char* name : {"wide_convolution", "wide_convolution_backward", "wide_baddbmm"}) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&amp::wide_cpu>());
   }
 }
