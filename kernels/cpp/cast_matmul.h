@@ -92,13 +92,6 @@ float* rounded_values(Use use, const Tensor& dense) {
   return to;
 }
 
-// The values of x rounded to Low, as fp32, with the memory layout of x.
-template <class Low>
-Tensor rounded(Use use, const Tensor& x) {
-  const Tensor dense = readable<Low>(x);
-  return at::from_blob(rounded_values<Low>(use, dense), dense.sizes(), dense.strides(), at::kFloat);
-}
-
 // The product of blocks is oneDNN's, as torch exports it (torch 2.13: at::native::cpublas::brgemm, for AVX-512). It
 // needs packed blocks, so rounding an operand costs no more than packing it would.
 constexpr int64_t ROWS = 64, COLUMNS = 64;             // of a block
@@ -177,9 +170,9 @@ constexpr int SUMS_HELD = AMP_LANES == 16 ? 16 : 8;  // in registers: enough to 
 constexpr int64_t STREAMS = 8;                       // columns that are read at the same time
 constexpr int64_t STRIP = 1 << 14;                   // sums that stay in the cache while rows are added to them
 
-// The sums of R rows and C columns, each contiguous in memory as in a linear layer's weight.
+// The sums of R rows and C columns, each contiguous in memory as in a linear layer's weight; rows of sums are `step` apart.
 template <class Low, int R, int C, class B>
-void dot_block(const float* rows, const B* columns, int64_t stride, float* to, int64_t k) {
+void dot_block(const float* rows, const B* columns, int64_t stride, float* to, int64_t step, int64_t k) {
   float sums[R * C] = {};
   int64_t i = 0;
 #if AMP_LANES
@@ -200,24 +193,25 @@ void dot_block(const float* rows, const B* columns, int64_t stride, float* to, i
     }
   }
   for (int r = 0; r < R; ++r) {
-    for (int c = 0; c < C; ++c) to[r * STREAMS + c] = sums[r * C + c];
+    for (int c = 0; c < C; ++c) to[r * step + c] = sums[r * C + c];
   }
 }
 
 template <class Low, int R, class B>
-void dot_group(const float* rows, const B* columns, int64_t stride, float* to, int64_t width, int64_t k) {
+void dot_group(const float* rows, const B* columns, int64_t stride, float* to, int64_t step, int64_t width, int64_t k) {
   constexpr int C = std::min<int>(SUMS_HELD / R, STREAMS);
   int64_t c = 0;
-  for (; c + C <= width; c += C) dot_block<Low, R, C>(rows, columns + c * stride, stride, to + c, k);
-  for (; c < width; ++c) dot_block<Low, R, 1>(rows, columns + c * stride, stride, to + c, k);
+  for (; c + C <= width; c += C) dot_block<Low, R, C>(rows, columns + c * stride, stride, to + c, step, k);
+  for (; c < width; ++c) dot_block<Low, R, 1>(rows, columns + c * stride, stride, to + c, step, k);
 }
 
 template <class Low, class B>
-void dot_columns(const float* rows, const B* columns, int64_t stride, float* to, int64_t width, int64_t m, int64_t k) {
+void dot_columns(const float* rows, const B* columns, int64_t stride, float* to, int64_t step, int64_t width, int64_t m,
+                 int64_t k) {
   int64_t r = 0;
-  for (; r + 4 <= m; r += 4) dot_group<Low, 4>(rows + r * k, columns, stride, to + r * STREAMS, width, k);
-  for (; r + 2 <= m; r += 2) dot_group<Low, 2>(rows + r * k, columns, stride, to + r * STREAMS, width, k);
-  for (; r < m; ++r) dot_group<Low, 1>(rows + r * k, columns, stride, to + r * STREAMS, width, k);
+  for (; r + 4 <= m; r += 4) dot_group<Low, 4>(rows + r * k, columns, stride, to + r * step, step, width, k);
+  for (; r + 2 <= m; r += 2) dot_group<Low, 2>(rows + r * k, columns, stride, to + r * step, step, width, k);
+  for (; r < m; ++r) dot_group<Low, 1>(rows + r * k, columns, stride, to + r * step, step, width, k);
 }
 
 template <class Low, class Out, class B>
@@ -232,11 +226,11 @@ void dot_rows(const float* rows, Matrix<B> b, const float* plus, Out* to, int64_
       if (m > 4) {  // round the columns once, not for every four rows
         float* held = scratch(RIGHT).take(STREAMS * k);
         for (int64_t c = 0; c < width; ++c) round<Low>(from + c * b.stride, held + c * k, k);
-        dot_columns<Exact>(rows, held, k, sums, width, m, k);
+        dot_columns<Exact>(rows, held, k, sums, STREAMS, width, m, k);
         done = true;
       }
     }
-    if (!done) dot_columns<Low>(rows, from, b.stride, sums, width, m, k);
+    if (!done) dot_columns<Low>(rows, from, b.stride, sums, STREAMS, width, m, k);
     for (int64_t r = 0; r < m; ++r) finish(sums + r * STREAMS, plus ? plus + column : plus, to + r * n + column, width);
   }
 }
@@ -396,6 +390,10 @@ Tensor in_lines(const Tensor& x) {
   return known.stride(-1) == 1 || known.stride(-2) == 1 ? known : known.contiguous();
 }
 
+// The products of a batch: see batched.h.
+template <class Low, class Out>
+void multiply_batch(const Tensor& left, const Tensor& right, const float* plus, Out* to);
+
 template <class Low, class Out>
 Tensor cast_matmul(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias) {
   if (a.dim() == 3 && b.stride(0) == 0) {  // one matrix for the whole batch: torch's `linear` of turned inputs
@@ -405,28 +403,17 @@ Tensor cast_matmul(const Tensor& a, const Tensor& b, const std::optional<Tensor>
   const float* plus = bias.has_value() ? rounded_values<Low>(BIAS, readable<Low>(bias->contiguous())) : nullptr;
   const int64_t m = a.size(-2), k = a.size(-1), n = b.size(-1);
   const bool batched = a.dim() == 3;
-  const auto floats = a.options().dtype(at::kFloat);
   const auto outs = a.options().dtype(c10::CppTypeToScalarType<Out>::value);
   Tensor result = batched ? at::empty({a.size(0), m, n}, outs) : at::empty({m, n}, outs);
   Out* to = result.template mutable_data_ptr<Out>();
-  if (!batched && m > 0 && n > 0 && k > 0) {
+  if (k == 0) {
+    for (int64_t i = 0; i < result.numel(); ++i) to[i] = static_cast<Out>(plus ? plus[i % n] : 0.0f);
+  } else if (result.numel() > 0) {
     const Tensor left = in_lines<Low>(a), right = in_lines<Low>(b);
-    multiply<Low, Out>(operand<Low>(left), operand<Low>(right), plus, to, m, k, n);
-  } else {
-    const Tensor left = rounded<Low>(LEFT, a), right = rounded<Low>(RIGHT, b);
-    float* sums = std::is_same_v<Out, float> ? reinterpret_cast<float*>(to) : scratch(SUMS).take(result.numel());
-    Tensor sum = at::from_blob(sums, result.sizes(), floats);
-    batched ? at::bmm_out(sum, left, right) : at::mm_out(sum, left, right);
-    if (!std::is_same_v<Out, float>) conversions().add(result.numel() * static_cast<int64_t>(sizeof(Out)));
-    if (plus) {
-      at::parallel_for(0, result.numel() / std::max<int64_t>(n, 1), std::max<int64_t>(GRAIN / std::max<int64_t>(n, 1), 1),
-                       [&](int64_t start, int64_t end) {
-                         for (int64_t r = start; r < end; ++r) finish(sums + r * n, plus, to + r * n, n);
-                       });
-    } else if (!std::is_same_v<Out, float>) {
-      parallel(result.numel(), [&](int64_t start, int64_t end) {
-        finish<Out>(sums + start, nullptr, to + start, end - start);
-      });
+    if (batched) {
+      multiply_batch<Low, Out>(left, right, plus, to);
+    } else {
+      multiply<Low, Out>(operand<Low>(left), operand<Low>(right), plus, to, m, k, n);
     }
   }
   tidy();

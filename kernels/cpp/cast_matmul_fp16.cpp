@@ -1,5 +1,5 @@
 // The products that round to fp16. A file of its own, so that it is compiled beside the others.
-#include "cast_matmul.h"
+#include "batched.h"
 
 namespace amp {
 

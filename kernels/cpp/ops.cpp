@@ -32,7 +32,7 @@ void register_all() {
   cpu.impl("wide_convolution", &boxed<&wide_convolution_cpu>);
   cpu.impl("wide_convolution_backward", &boxed<&wide_convolution_backward_cpu>);
   cpu.impl("wide_baddbmm", &boxed<&wide_baddbmm_cpu>);
-  cpu.impl("wide_scaled_dot_product_flash_attention_for_cpu_backward", &boxed<&wide_attention_backward_cpu>);
+  register_attention(cpu);
   any.keep();
   cpu.keep();
 }

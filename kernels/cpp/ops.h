@@ -32,5 +32,6 @@ class Library {
 };
 
 void register_lstm(Library& library);
+void register_attention(Library& library);
 
 }  // namespace amp

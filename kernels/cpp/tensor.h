@@ -151,7 +151,6 @@ class Tensor {
   // The same memory, seen in another way; `offset` counts from this tensor's first element.
   Tensor seen_as(IntArrayRef sizes, IntArrayRef strides, int64_t offset = 0) const {
     AtenTensorHandle result = nullptr;
-    offset += ask<int64_t>(aoti_torch_get_storage_offset);
     succeeds(aoti_torch__reinterpret_tensor(get(), sizes.size(), sizes.data(), strides.data(), offset, &result));
     return Tensor(result);
   }
@@ -229,9 +228,27 @@ inline Tensor empty_strided(IntArrayRef sizes, IntArrayRef strides, TensorOption
 inline Tensor empty(IntArrayRef sizes, TensorOptions options) {
   return empty_strided(sizes, contiguous_strides(sizes), options);
 }
-// With the layout in memory that the other one has, if it is dense.
+// Dense, with the dimensions in the order in memory that they have in the other one.
 inline Tensor empty_like(const Tensor& x) {
-  return x.is_non_overlapping_and_dense() ? empty_strided(x.sizes(), x.strides(), x.options()) : empty(x.sizes(), x.options());
+  if (x.is_non_overlapping_and_dense()) return empty_strided(x.sizes(), x.strides(), x.options());
+  const IntArrayRef sizes = x.sizes(), steps = x.strides();
+  std::vector<int64_t> order, strides(sizes.size());  // from the innermost; a dimension that is expanded stays where it is
+  for (int64_t d = x.dim() - 1; d >= 0; --d) {
+    size_t at = order.size();
+    for (size_t i = order.size(); i-- > 0;) {
+      const int64_t step = steps[order[i]], size = sizes[order[i]];
+      if (step == 0 || steps[d] == 0) continue;
+      if (step < steps[d] || (step == steps[d] && size <= sizes[d])) break;
+      at = i;
+    }
+    order.insert(order.begin() + at, d);
+  }
+  int64_t step = 1;
+  for (int64_t d : order) {
+    strides[d] = step;
+    step *= std::max<int64_t>(sizes[d], 1);
+  }
+  return empty_strided(sizes, strides, x.options());
 }
 inline Tensor from_blob(void* data, IntArrayRef sizes, IntArrayRef strides, TensorOptions options) {
   AtenTensorHandle result = nullptr;

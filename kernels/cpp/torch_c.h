@@ -36,7 +36,6 @@ AOTITorchError aoti_torch_get_dim(AtenTensorHandle tensor, int64_t* result);
 AOTITorchError aoti_torch_get_numel(AtenTensorHandle tensor, int64_t* result);
 AOTITorchError aoti_torch_get_sizes(AtenTensorHandle tensor, int64_t** result);
 AOTITorchError aoti_torch_get_strides(AtenTensorHandle tensor, int64_t** result);
-AOTITorchError aoti_torch_get_storage_offset(AtenTensorHandle tensor, int64_t* result);
 AOTITorchError aoti_torch_get_dtype(AtenTensorHandle tensor, int32_t* result);
 AOTITorchError aoti_torch_get_layout(AtenTensorHandle tensor, int32_t* result);
 AOTITorchError aoti_torch_get_device_type(AtenTensorHandle tensor, int32_t* result);

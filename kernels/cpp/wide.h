@@ -105,20 +105,4 @@ inline AtenTensorHandle wide_baddbmm_cpu(const Tensor& plus, const Tensor& a, co
   });
 }
 
-inline std::tuple<Tensor, Tensor, Tensor> wide_attention_backward_cpu(
-    const Tensor& gradient, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out, const Tensor& logs,
-    double dropout, bool causal, const std::optional<Tensor>& mask, std::optional<double> scale) {
-  return for_low({&gradient, &query, &key, &value}, [&](auto zero) {
-    using Low = decltype(zero);
-    size_t slot = 0;
-    const auto wide = [&](const Tensor& x) {
-      return x.scalar_type() == c10::CppTypeToScalarType<Low>::value ? widened<Low>(slot++, x) : x;
-    };
-    const std::optional<Tensor> wide_mask = mask ? std::optional<Tensor>(wide(*mask)) : std::nullopt;
-    const auto [q, k, v] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-        wide(gradient), wide(query), wide(key), wide(value), wide(out), wide(logs), dropout, causal, wide_mask, scale);
-    return std::tuple(narrowed<Low>(q), narrowed<Low>(k), narrowed<Low>(v));
-  });
-}
-
 }  // namespace amp
