@@ -217,8 +217,6 @@ class Tensor {
   Shared* shared_;
 };
 
-using TensorList = const std::vector<Tensor>&;
-
 inline Tensor empty_strided(IntArrayRef sizes, IntArrayRef strides, TensorOptions options) {
   AtenTensorHandle result = nullptr;
   succeeds(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), torch_dtype(options.type),
