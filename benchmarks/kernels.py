@@ -1,5 +1,5 @@
 """Kernels on this CPU, op by op: low-precision products, convolution and attention compared with torch's native kernels
-and fp32, by shape; and gradients checked and unscaled, compared with torch's foreach kernel.
+and fp32, by shape (`kernel_shapes.toml`); and gradients checked and unscaled, compared with torch's foreach kernel.
 
 All kernels of a case run interleaved. "ours" is what a compiled graph runs here (see `AMP_CPU_KERNELS`). "native" is
 torch's low-precision kernel, with the weight's cast where autocast has one. "in Python" is what runs where there is no
@@ -9,14 +9,16 @@ C++ compiler. The time to compile the kernels, once per machine, is measured in 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -46,52 +48,103 @@ Runs: TypeAlias = Mapping[str, Callable[[], object]]
 SECONDS = 0.02  # a sample
 
 aten = torch.ops.aten
-#: rows, summed, columns of a product
-PRODUCTS = ((256, 512, 512), (512, 128, 128), (512, 128, 512), (512, 512, 128), (1024, 1024, 1024), (16, 768, 768))
-MORE_PRODUCTS = (
-    (1, 768, 768), (4, 768, 3072), (64, 768, 768), (256, 256, 256), (256, 1024, 1024), (512, 768, 3072),
-    (512, 3072, 768), (2048, 512, 512), (1000, 333, 77),
-)  # fmt: skip
-#: batch, channels, size of images, output channels
-CONVOLUTIONS = ((16, 3, 32, 32), (16, 32, 32, 64), (16, 64, 16, 128))
-MORE_CONVOLUTIONS = ((8, 3, 64, 16), (8, 16, 64, 32), (1, 64, 56, 64), (16, 128, 8, 256))
-#: batch, heads, length, width of attention
-ATTENTION = ((8, 4, 64, 32), (2, 12, 128, 64))
-MORE_ATTENTION = ((1, 4, 512, 64), (16, 8, 32, 16))
+_SHAPES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("kernel_shapes.toml").read_text())
+NETWORKS: dict[str, dict[str, list[list[int]]]] = _SHAPES["networks"]
+product = torch.ops.amp.cast_matmul.default
 
 
-def products(dtype: torch.dtype, full: bool) -> dict[str, Runs]:
+def shapes(kind: str, full: bool) -> list[list[int]]:
+    found: list[list[int]] = _SHAPES[kind]["usual"] + _SHAPES[kind]["more"] * full
+    return found
+
+
+def usual(dtype: torch.dtype, full: bool) -> dict[str, Runs]:
+    """Return the cases of small networks."""
     cases: dict[str, Runs] = {}
-    for m, k, n in PRODUCTS + MORE_PRODUCTS * full:
-        x, w, bias = torch.randn(m, k), torch.randn(n, k), torch.randn(n)
-        low, op = x.to(dtype), torch.ops.amp.cast_matmul.default
-
-        def native(low: Tensor = low, w: Tensor = w, bias: Tensor = bias) -> Tensor:
-            return torch.addmm(bias.to(dtype), low, w.to(dtype).t())  # as autocast runs it: the weight is cast
-
-        cases[f"product {m}x{k}x{n}"] = {
-            "fp32": lambda x=x, w=w, bias=bias: torch.addmm(bias, x, w.t()),
-            "native": native,
-            "ours": lambda low=low, w=w, bias=bias, op=op: op(low, w.t(), bias, dtype, dtype),
-            "in Python": lambda low=low, w=w, bias=bias: in_python("cast_matmul")(low, w.t(), bias, dtype, dtype),
-        }
+    for m, k, n in shapes("products", full):
+        cases[f"product {m}x{k}x{n}"] = linear(dtype, m, k, n)
+    for batch, m, k, n in shapes("batched", full):
+        a, b = torch.randn(batch, m, k), torch.randn(batch, n, k).transpose(1, 2)
+        cases[f"{batch} products {m}x{k}x{n}"] = multiplied(dtype, a, b, dtype)
+    for shape in shapes("convolutions", full):
+        cases |= convolution(dtype, *shape)
+    for shape in shapes("attention", full):
+        cases |= attention(dtype, shape)
     return cases
 
 
-def wide(dtype: torch.dtype, full: bool) -> dict[str, Runs]:
-    cases: dict[str, Runs] = {}
-    rest = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-    for batch, channels, size, out in CONVOLUTIONS + MORE_CONVOLUTIONS * full:
-        x, w, b = torch.randn(batch, channels, size, size), torch.randn(out, channels, 3, 3), torch.randn(out)
-        name = f"convolution {batch}x{channels}x{size}² to {out}"
-        cases[name] = three(aten.convolution.default, dtype, (x, w, b), rest)
-    for shape in ATTENTION + MORE_ATTENTION * full:
-        q, gradient = torch.randn(shape), torch.randn(shape)
-        out, logs = aten._scaled_dot_product_flash_attention_for_cpu.default(q, q, q)
-        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-        name = f"attention's backward {'x'.join(map(str, shape))}"
-        cases[name] = three(backward, dtype, (gradient, q, q, q, out), (logs, 0.0, False))
+def of_network(name: str, dtype: torch.dtype) -> Iterator[tuple[str, Runs]]:
+    """Yield the cases of a layer of real width, one at a time: forward, with a low-precision weight, and gradients."""
+    network = NETWORKS[name]
+    for (k, n), m in itertools.product(network["layers"], network["rows"]):
+        x, w, g = torch.randn(m, k), torch.randn(n, k), torch.randn(m, n)
+        title = f"{name} {m} x {k} to {n}"
+        yield title, multiplied(dtype, x, w.t(), dtype)
+        if m > 1:  # nobody trains with one row
+            yield f"{title}, input gradient", multiplied(dtype, g, w, dtype)
+            yield f"{title}, weight gradient", multiplied(dtype, g.t(), x, torch.float32)
+    for shape in network["attention"]:
+        yield from attention(dtype, shape).items()
+    for shape in network["convolutions"]:
+        yield from convolution(dtype, *shape, backward=True).items()
+
+
+def linear(dtype: torch.dtype, m: int, k: int, n: int) -> Runs:
+    """A layer of a training step: its weight is fp32, its bias too."""
+    x, w, bias = torch.randn(m, k), torch.randn(n, k), torch.randn(n)
+    low = x.to(dtype)
+    return {
+        "fp32": lambda: torch.addmm(bias, x, w.t()),
+        "native": lambda: torch.addmm(bias.to(dtype), low, w.to(dtype).t()),  # as autocast runs it: the weight is cast
+        "ours": lambda: product(low, w.t(), bias, dtype, dtype),
+        "in Python": lambda: in_python("cast_matmul")(low, w.t(), bias, dtype, dtype),
+    }
+
+
+def multiplied(dtype: torch.dtype, a: Tensor, b: Tensor, out: torch.dtype) -> Runs:
+    """A product of two low-precision operands."""
+    low_a, low_b = a.to(dtype), b.to(dtype)
+    return {
+        "fp32": lambda: torch.matmul(a, b),
+        "native": lambda: torch.matmul(low_a, low_b).to(out),
+        "ours": lambda: product(low_a, low_b, None, dtype, out),
+        "in Python": lambda: in_python("cast_matmul")(low_a, low_b, None, dtype, out),
+    }
+
+
+def convolution(
+    dtype: torch.dtype, batch: int, channels: int, size: int, out: int, kernel: int, stride: int, backward: bool = False
+) -> dict[str, Runs]:
+    x, w, b = torch.randn(batch, channels, size, size), torch.randn(out, channels, kernel, kernel), torch.randn(out)
+    rest = ([stride] * 2, [kernel // 2] * 2, [1, 1], False, [0, 0], 1)
+    name = f"convolution {batch}x{channels}x{size}² to {out}"
+    if (kernel, stride) != (3, 1):
+        name += f", {kernel}x{kernel}" + f" by {stride}" * (stride > 1)
+    cases = {name: three(aten.convolution.default, dtype, (x, w, b), rest)}
+    if backward:
+        g = torch.randn_like(aten.convolution.default(x, w, b, *rest))
+        wanted = ([out], *rest, [True, True, False])
+        cases[f"{name}, backward"] = three(aten.convolution_backward.default, dtype, (g, x, w), wanted)
     return cases
+
+
+def attention(dtype: torch.dtype, shape: list[int]) -> dict[str, Runs]:
+    """Heads as a projection gives them: of one token, side by side. One query is compared with 512 keys."""
+    batch, heads, length, width = shape
+    keys = 512 if length == 1 else length
+
+    def made(tokens: int) -> Tensor:
+        return torch.randn(batch, tokens, heads, width).transpose(1, 2)
+
+    q, k, v, gradient = made(length), made(keys), made(keys), made(length)
+    forward = aten._scaled_dot_product_flash_attention_for_cpu.default
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    out, logs = forward(q, k, v)
+    name = "x".join(map(str, shape))
+    return {
+        f"attention {name}": three(forward, dtype, (q, k, v), (0.0, False)),
+        f"attention's backward {name}": three(backward, dtype, (gradient, q, k, v, out), (logs, 0.0, False)),
+    }
 
 
 def three(
@@ -153,6 +206,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     made.add_argument("--gradients", action=argparse.BooleanOptionalAction, default=True)
     made.add_argument("--full", action="store_true", help="more shapes")
+    made.add_argument("--networks", nargs="+", choices=NETWORKS, default=[], help="shapes of these networks instead")
     made.add_argument("--build", action=argparse.BooleanOptionalAction, default=True, help="time their compilation")
     made.add_argument("--only-build", action="store_true", help=argparse.SUPPRESS)
     return arguments(made)
@@ -175,7 +229,8 @@ def main() -> int:
     with torch.inference_mode():
         for name in args.dtypes:
             dtype, rows = DTYPES[name], []
-            for case, runs in {**products(dtype, args.full), **wide(dtype, args.full)}.items():
+            wide = itertools.chain.from_iterable(of_network(network, dtype) for network in args.networks)
+            for case, runs in wide if args.networks else usual(dtype, args.full).items():
                 samples = measure(case, name, runs, args.rounds, run)
                 medians = [ms(spread(samples[kind]).median * 1e3) for kind in ("fp32", "native", "ours")]
                 own = ratio(samples["ours"], samples["fp32"])

@@ -150,8 +150,8 @@ class LSTM(nn.Module):
         return self.out(states[:, -1])
 
 
-def _encoder(hidden: int, heads: int, layers: int) -> nn.Module:
-    layer = nn.TransformerEncoderLayer(hidden, heads, 4 * hidden, dropout=0.0, batch_first=True)
+def _encoder(hidden: int, heads: int, layers: int, activation: str = "relu") -> nn.Module:
+    layer = nn.TransformerEncoderLayer(hidden, heads, 4 * hidden, 0.0, activation, batch_first=True)
     return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
 
 
@@ -163,6 +163,64 @@ def _resnet(channels: int) -> nn.Module:
         blocks.append(ResidualBlock(inputs, outputs, stride))
         inputs = outputs
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 10))
+
+
+class Bottleneck(nn.Module):
+    """A block of ResNet-50: narrow, 3 x 3, wide, beside what came in."""
+
+    def __init__(self, inputs: int, channels: int, stride: int) -> None:
+        super().__init__()
+
+        def part(into: int, out: int, size: int, step: int = 1) -> list[nn.Module]:
+            return [nn.Conv2d(into, out, size, step, size // 2, bias=False), nn.BatchNorm2d(out)]
+
+        outputs = 4 * channels
+        narrow, inner = part(inputs, channels, 1), part(channels, channels, 3, stride)
+        self.body = nn.Sequential(*narrow, nn.ReLU(), *inner, nn.ReLU(), *part(channels, outputs, 1))
+        beside = part(inputs, outputs, 1, stride) if stride > 1 or inputs != outputs else []
+        self.beside = nn.Sequential(*beside)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.body(x) + self.beside(x))
+
+
+def _resnet50_front(channels: int) -> nn.Module:
+    """ResNet-50 up to the first block of its second stage, with a classifier."""
+    stem = (nn.Conv2d(3, channels, 7, 2, 3, bias=False), nn.BatchNorm2d(channels), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+    wide = 4 * channels
+    blocks = (Bottleneck(channels, channels, 1), Bottleneck(wide, channels, 1), Bottleneck(wide, 2 * channels, 2))
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2 * wide, 10))
+
+
+class LlamaBlocks(nn.Module):
+    """Layers of a Llama-like decoder on hidden states, with torch's attention and a gated feed-forward."""
+
+    def __init__(self, layers: int, hidden: int, heads: int, intermediate: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(LlamaBlock(hidden, heads, intermediate) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class LlamaBlock(nn.Module):
+    def __init__(self, hidden: int, heads: int, intermediate: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm, self.output_norm = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
+        self.q, self.k, self.v, self.out = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(hidden, intermediate, bias=False) for _ in range(2))
+        self.down = nn.Linear(intermediate, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.attention_norm(x)
+        parts = (part(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        context = F.scaled_dot_product_attention(*parts, is_causal=True)
+        x = x + self.out(context.transpose(1, 2).reshape(x.shape))
+        normed = self.output_norm(x)
+        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
 
 
 @contextlib.contextmanager
@@ -270,6 +328,24 @@ _ALL = (
         "hf_bert", "BertForSequenceClassification, 4 layers of 128, batch 8 x 64", of_logits,
         Form(lambda: _hf_bert(128, 4), _tokens(8, 64, 1000, each=False)),
         Form(lambda: _hf_bert(16, 1), _tokens(2, 8, 1000, each=False)),
+        slow=True,
+    ),
+    Subject(
+        "bert_large", "one layer of BERT-large (1024, 16 heads), batch 4 x 128", F.mse_loss,
+        Form(lambda: _encoder(1024, 16, 1, "gelu"), _regression(4, 128, 1024)),
+        Form(lambda: _encoder(16, 2, 1, "gelu"), _regression(2, 8, 16)),
+        slow=True,
+    ),
+    Subject(
+        "llama_2048", "one Llama-like layer of 2048 / 5632, batch 2 x 128", F.mse_loss,
+        Form(lambda: LlamaBlocks(1, 2048, 16, 5632), _regression(2, 128, 2048)),
+        Form(lambda: LlamaBlocks(1, 16, 2, 32), _regression(2, 8, 16)),
+        slow=True,
+    ),
+    Subject(
+        "resnet50", "the front of a ResNet-50, batch 4 x 224²", F.cross_entropy,
+        Form(lambda: _resnet50_front(64), _classes((4, 3, 224, 224), (4,), 10)),
+        Form(lambda: _resnet50_front(4), _classes((2, 3, 32, 32), (2,), 10)),
         slow=True,
     ),
 )  # fmt: skip

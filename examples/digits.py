@@ -95,7 +95,7 @@ def accuracy(output: Tensor, labels: Tensor) -> Tensor:
 
 def first_call() -> float:
     """Seconds of the first compiled call of all, which does what is done once: in a new process it loads torch's
-    compiler, and on a new machine it compiles CPU kernels, if the CPU needs them (half a minute, told on stderr)."""
+    compiler, and on a new machine it compiles CPU kernels, if the CPU needs them (a few seconds, told on stderr)."""
     start = time.perf_counter()
     amp_compile(nn.Linear(8, 8), dtype=torch.bfloat16)(torch.ones(8, 8)).sum().backward()
     return time.perf_counter() - start

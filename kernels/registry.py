@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,11 @@ def take_over(library: Path) -> None:
     while _REGISTERED:
         unregister(_REGISTERED.popitem()[1])
     try:
-        torch.ops.load_library(library)
+        register = ctypes.CDLL(str(library)).amp_register
+        register.restype = ctypes.c_char_p
+        error: bytes | None = register()
+        if error is not None:
+            raise RuntimeError(error.decode())
     except BaseException:
         for name in _KERNELS:
             _register(name)

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from amp_compiler.common.torch_names import foreach_unscale_, is_dtensor
 
@@ -79,6 +80,7 @@ def _write(grads: Sequence[Tensor], inv_scale: Tensor, found: Tensor) -> None:
         agree_on_largest(found, grads)
         return
     if registry.loaded() and inv_scale.device.type == found.device.type == "cpu":
+        increment_version(grads)  # the compiled kernel writes to memory that autograd does not see
         grads = torch.ops.amp_cpu.unscale_(grads, found, inv_scale)  # the rest have another dtype, layout or device
     groups: dict[torch.device, dict[torch.dtype, list[Tensor]]] = {}
     for grad in grads:

@@ -1,8 +1,9 @@
-"""``amp::wide_*``: convolutions and the backward of attention in fp16 or bf16, computed in fp32 on a CPU.
+"""``amp::wide_*``: convolutions and attention in fp16 or bf16, computed in fp32 on a CPU.
 
 Each has the arguments and results of the ATen op that it is named after. Low operands are widened, the fp32 kernel
 runs, and each result is rounded once to the dtype that the native op would return. See ``cpu.py`` for when that is
-faster. They are written in C++ (``cpp/wide.h``) and, for where that is not built, in Python.
+faster. They are written in C++ (``cpp/wide.h``; attention, some heads at a time: ``cpp/attention.h``) and, for where
+that is not built, in Python.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from . import registry
 
 aten = torch.ops.aten
 
-#: Attention's forward is not here: torch's kernel for it converts as it reads, and is as fast as fp32's.
 OPS = (
     aten.convolution.default,
     aten.convolution_backward.default,
     aten.baddbmm.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 )
+#: results that the native ops return in fp32
+_STAY_WIDE = ("logsumexp",)
 LOW = (torch.float16, torch.bfloat16)
 
 _LIBRARY = torch.library.Library("amp", "FRAGMENT")
@@ -33,7 +36,8 @@ _LIBRARY = torch.library.Library("amp", "FRAGMENT")
 
 def _define(op: Any) -> Any:
     name = f"wide_{schema_of(op).name.removeprefix('aten::').lstrip('_')}"
-    schema = str(schema_of(op))
+    # torch's stable interface, by which the compiled kernels are registered, has no numbers of any type.
+    schema = str(schema_of(op)).replace("Scalar ", "float ")
     _LIBRARY.define(name + schema[schema.index("(") :])
     _IN_PYTHON.append((name, _runner(op)))
     torch.library.register_fake(f"amp::{name}", op, lib=_LIBRARY)
@@ -41,6 +45,8 @@ def _define(op: Any) -> Any:
 
 
 def _runner(op: Any) -> Callable[..., Any]:
+    names = [result.name for result in schema_of(op).returns]
+
     def widen(value: Any) -> Any:
         return value.float() if isinstance(value, Tensor) and value.dtype in LOW else value
 
@@ -50,7 +56,8 @@ def _runner(op: Any) -> Callable[..., Any]:
         if isinstance(result, Tensor):
             return result.to(low)
         return tuple(
-            r.to(low) if isinstance(r, Tensor) and r.is_floating_point() else r for r in result
+            r.to(low) if isinstance(r, Tensor) and r.is_floating_point() and name not in _STAY_WIDE else r
+            for r, name in zip(result, names, strict=True)
         )
 
     return run

@@ -1,16 +1,6 @@
 // a @ b + bias: operands rounded to Low, sums in fp32 by torch's own product, one rounding to the result.
 #pragma once
 
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/native/CPUBlas.h>
-#include <ATen/ops/addmm.h>
-#include <ATen/ops/bmm.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
-#include <ATen/ops/mm.h>
-#include <ATen/ops/reshape.h>
-
 #include <algorithm>
 #include <atomic>
 #include <memory>
@@ -92,16 +82,14 @@ Tensor readable(const Tensor& x) {
   return direct ? dense : dense.to(c10::CppTypeToScalarType<Low>::value);
 }
 
-// The values of x rounded to Low, as fp32, with the memory layout of x.
+// The values of a dense tensor of Low or fp32, rounded to Low, as fp32, in the order that they have in memory.
 template <class Low>
-Tensor rounded(Use use, const Tensor& x) {
-  const Tensor dense = readable<Low>(x);
-  float* to = scratch(use).take(dense.numel());
-  conversions().add(dense.numel() * static_cast<int64_t>(sizeof(float)));
-  parallel(dense.numel(), [&](int64_t start, int64_t end) {
-    rounded_stretch<Low>(dense, start, end - start, to + start);
-  });
-  return at::from_blob(to, dense.sizes(), dense.strides(), dense.options().dtype(at::kFloat));
+float* rounded_values(Use use, const Tensor& dense) {
+  const int64_t n = dense.numel();
+  float* to = scratch(use).take(n);
+  conversions().add(n * static_cast<int64_t>(sizeof(float)));
+  parallel(n, [&](int64_t start, int64_t end) { rounded_stretch<Low>(dense, start, end - start, to + start); });
+  return to;
 }
 
 // The product of blocks is oneDNN's, as torch exports it (torch 2.13: at::native::cpublas::brgemm, for AVX-512). It
@@ -129,16 +117,16 @@ inline bool blocks_work() {
 #endif
 }
 
-template <class T>
-Matrix<T> matrix(const Tensor& x) {
+template <class Low>
+Operand<Low> operand(const Tensor& x) {
   const bool turned = x.stride(-1) != 1;
-  return {x.const_data_ptr<T>(), turned ? x.stride(-1) : x.stride(-2), turned};
+  return {x.const_data_ptr(), turned ? x.stride(-1) : x.stride(-2), turned, x.scalar_type() == at::kFloat};
 }
 
 // The product of some of the rows, in one thread. As many rows as fit the cache are packed; then each block of columns
 // is read once for all of them.
-template <class Low, class Out, class A>
-void multiply_rows(Matrix<A> a, const float* packed, const float* plus, Out* to, int64_t first, int64_t last, int64_t k,
+template <class Low, class Out>
+void multiply_rows(Operand<Low> a, const float* packed, const float* plus, Out* to, int64_t first, int64_t last, int64_t k,
                    int64_t n, int64_t from_column, int64_t to_column) {
   const int64_t step = k + 16;  // rows a power of two apart would map to the same cache lines
   const int64_t group = std::max<int64_t>(HELD / step / ROWS, 1) * ROWS;
@@ -165,8 +153,8 @@ void multiply_rows(Matrix<A> a, const float* packed, const float* plus, Out* to,
   at::native::cpublas::brgemm_release(false);
 }
 
-template <class Low, class B>
-void pack_columns(Matrix<B> b, float* packed, int64_t k, int64_t from_column, int64_t to_column) {
+template <class Low>
+void pack_columns(Operand<Low> b, float* packed, int64_t k, int64_t from_column, int64_t to_column) {
   for (int64_t column = from_column; column < to_column; column += COLUMNS) {
     const int64_t width = std::min(COLUMNS, to_column - column);
     pack<Low>(b, 0, column, k, width, packed + (column - from_column) * k, COLUMNS);
@@ -182,9 +170,9 @@ constexpr int SUMS_HELD = AMP_LANES == 16 ? 16 : 8;  // in registers: enough to 
 constexpr int64_t STREAMS = 8;                       // columns that are read at the same time
 constexpr int64_t STRIP = 1 << 14;                   // sums that stay in the cache while rows are added to them
 
-// The sums of R rows and C columns, each contiguous in memory as in a linear layer's weight.
-template <class Low, int R, int C, class Out, class B>
-void dot_block(const float* rows, const B* columns, int64_t stride, const float* plus, Out* to, int64_t k, int64_t n) {
+// The sums of R rows and C columns, each contiguous in memory as in a linear layer's weight; rows of sums are `step` apart.
+template <class Low, int R, int C, class B>
+void dot_block(const float* rows, const B* columns, int64_t stride, float* to, int64_t step, int64_t k) {
   float sums[R * C] = {};
   int64_t i = 0;
 #if AMP_LANES
@@ -205,44 +193,45 @@ void dot_block(const float* rows, const B* columns, int64_t stride, const float*
     }
   }
   for (int r = 0; r < R; ++r) {
-    for (int c = 0; c < C; ++c) to[r * n + c] = static_cast<Out>(plus ? sums[r * C + c] + plus[c] : sums[r * C + c]);
+    for (int c = 0; c < C; ++c) to[r * step + c] = sums[r * C + c];
   }
 }
 
-template <class Low, int R, class Out, class B>
-void dot_group(const float* rows, const B* columns, int64_t stride, const float* plus, Out* to, int64_t width, int64_t k,
-               int64_t n) {
+template <class Low, int R, class B>
+void dot_group(const float* rows, const B* columns, int64_t stride, float* to, int64_t step, int64_t width, int64_t k) {
   constexpr int C = std::min<int>(SUMS_HELD / R, STREAMS);
   int64_t c = 0;
-  for (; c + C <= width; c += C) dot_block<Low, R, C>(rows, columns + c * stride, stride, plus ? plus + c : plus, to + c, k, n);
-  for (; c < width; ++c) dot_block<Low, R, 1>(rows, columns + c * stride, stride, plus ? plus + c : plus, to + c, k, n);
+  for (; c + C <= width; c += C) dot_block<Low, R, C>(rows, columns + c * stride, stride, to + c, step, k);
+  for (; c < width; ++c) dot_block<Low, R, 1>(rows, columns + c * stride, stride, to + c, step, k);
 }
 
-template <class Low, class Out, class B>
-void dot_columns(const float* rows, const B* columns, int64_t stride, const float* plus, Out* to, int64_t width, int64_t m,
-                 int64_t k, int64_t n) {
+template <class Low, class B>
+void dot_columns(const float* rows, const B* columns, int64_t stride, float* to, int64_t step, int64_t width, int64_t m,
+                 int64_t k) {
   int64_t r = 0;
-  for (; r + 4 <= m; r += 4) dot_group<Low, 4>(rows + r * k, columns, stride, plus, to + r * n, width, k, n);
-  for (; r + 2 <= m; r += 2) dot_group<Low, 2>(rows + r * k, columns, stride, plus, to + r * n, width, k, n);
-  for (; r < m; ++r) dot_group<Low, 1>(rows + r * k, columns, stride, plus, to + r * n, width, k, n);
+  for (; r + 4 <= m; r += 4) dot_group<Low, 4>(rows + r * k, columns, stride, to + r * step, step, width, k);
+  for (; r + 2 <= m; r += 2) dot_group<Low, 2>(rows + r * k, columns, stride, to + r * step, step, width, k);
+  for (; r < m; ++r) dot_group<Low, 1>(rows + r * k, columns, stride, to + r * step, step, width, k);
 }
 
 template <class Low, class Out, class B>
 void dot_rows(const float* rows, Matrix<B> b, const float* plus, Out* to, int64_t m, int64_t first, int64_t last, int64_t k,
               int64_t n) {
+  float sums[A_FEW * STREAMS];
   for (int64_t column = first; column < last; column += STREAMS) {
     const int64_t width = std::min(STREAMS, last - column);
     const B* from = b.data + column * b.stride;
-    const float* bias = plus ? plus + column : nullptr;
+    bool done = false;
     if constexpr (std::is_same_v<B, float>) {
       if (m > 4) {  // round the columns once, not for every four rows
         float* held = scratch(RIGHT).take(STREAMS * k);
         for (int64_t c = 0; c < width; ++c) round<Low>(from + c * b.stride, held + c * k, k);
-        dot_columns<Exact>(rows, held, k, bias, to + column, width, m, k, n);
-        continue;
+        dot_columns<Exact>(rows, held, k, sums, STREAMS, width, m, k);
+        done = true;
       }
     }
-    dot_columns<Low>(rows, from, b.stride, bias, to + column, width, m, k, n);
+    if (!done) dot_columns<Low>(rows, from, b.stride, sums, STREAMS, width, m, k);
+    for (int64_t r = 0; r < m; ++r) finish(sums + r * STREAMS, plus ? plus + column : plus, to + r * n + column, width);
   }
 }
 
@@ -280,8 +269,8 @@ void add_strip(const float* rows, Matrix<B> b, const float* plus, Out* to, int64
   for (int64_t r = 0; r < m; ++r) finish(sums + r * width, plus ? plus + first : nullptr, to + r * n + first, width);
 }
 
-template <class Low, class Out, class A, class B>
-void multiply_few(Matrix<A> a, Matrix<B> b, const float* plus, Out* to, int64_t m, int64_t k, int64_t n) {
+template <class Low, class Out, class B>
+void multiply_few(Operand<Low> a, Matrix<B> b, const float* plus, Out* to, int64_t m, int64_t k, int64_t n) {
   float* rows = scratch(LEFT).take(m * k);
   pack<Low>(a, 0, 0, m, k, rows, k);
   const int64_t unit = b.turned ? STREAMS : std::min(STRIP / m, blocks(blocks(n, at::get_num_threads()), 16) * 16);
@@ -302,11 +291,11 @@ constexpr int64_t PANEL = 256;                // columns of b
 constexpr int64_t PANEL_VALUES = 1 << 18;     // of b, if it is taken by rows
 constexpr int64_t BY_ROWS = 256;              // rows of a: for more, adding up the sums costs more than packing columns
 
-template <class Low, class B>
-Tensor column_panel(Matrix<B> b, int64_t first, int64_t width, int64_t k) {
+template <class Low>
+Tensor column_panel(Operand<Low> b, int64_t first, int64_t width, int64_t k) {
   float* panel = scratch(RIGHT).take(width * k);
   if (b.turned) {
-    pack<Low>(Matrix<B>{b.data, b.stride, false}, first, 0, width, k, panel, k);
+    pack<Low>(Operand<Low>{b.data, b.stride, false, b.wide}, first, 0, width, k, panel, k);
     return at::from_blob(panel, {k, width}, {1, k}, at::kFloat);
   }
   pack<Low>(b, 0, first, k, width, panel, width);
@@ -314,8 +303,8 @@ Tensor column_panel(Matrix<B> b, int64_t first, int64_t width, int64_t k) {
 }
 
 // The product of all rows with some columns, in one thread.
-template <class Low, class Out, class B>
-void multiply_panel(const Tensor& left, Matrix<B> b, const float* plus, Out* to, int64_t first, int64_t width, int64_t n) {
+template <class Low, class Out>
+void multiply_panel(const Tensor& left, Operand<Low> b, const float* plus, Out* to, int64_t first, int64_t width, int64_t n) {
   const int64_t m = left.size(0), k = left.size(1);
   const bool direct = std::is_same_v<Out, float> && !plus;
   float* sums = direct ? reinterpret_cast<float*>(to) + first : scratch(SUMS).take(m * width);
@@ -337,14 +326,14 @@ void multiply_panel(const Tensor& left, Matrix<B> b, const float* plus, Out* to,
   }
 }
 
-template <class Low, class Out, class A, class B>
-void multiply_panels(Matrix<A> a, Matrix<B> b, const float* plus, Out* to, int64_t m, int64_t k, int64_t n) {
+template <class Low, class Out>
+void multiply_panels(Operand<Low> a, Operand<Low> b, const float* plus, Out* to, int64_t m, int64_t k, int64_t n) {
   const int64_t share = blocks(blocks(n, at::get_num_threads()), 16) * 16;  // columns of a thread
   const int64_t columns = b.turned || m > BY_ROWS ? std::min(PANEL, share) : share;
   for (int64_t start = 0; start < m; start += PANEL_ROWS) {
     const int64_t height = std::min(PANEL_ROWS, m - start);
     float* rows = scratch(LEFT).take(height * k);
-    const Matrix<A> lines{a.data, a.stride, false};  // as they are in memory: torch's product takes either order
+    const Operand<Low> lines{a.data, a.stride, false, a.wide};  // as they are in memory: torch's product takes either order
     if (a.turned) {
       at::parallel_for(0, k, std::max<int64_t>(GRAIN / height, 1), [&](int64_t i, int64_t j) {
         pack<Low>(lines, i, start, j - i, height, rows + i * height, height);
@@ -355,7 +344,6 @@ void multiply_panels(Matrix<A> a, Matrix<B> b, const float* plus, Out* to, int64
       });
     }
     at::parallel_for(0, blocks(n, columns), 1, [&](int64_t i, int64_t j) {
-      at::AutoDispatchBelowADInplaceOrView below;
       const Tensor left = a.turned ? at::from_blob(rows, {height, k}, {1, height}, at::kFloat)
                                    : at::from_blob(rows, {height, k}, at::kFloat);
       for (int64_t first = i * columns; first < std::min(j * columns, n); first += columns) {
@@ -366,9 +354,16 @@ void multiply_panels(Matrix<A> a, Matrix<B> b, const float* plus, Out* to, int64
   }
 }
 
-template <class Low, class Out, class A, class B>
-void multiply(Matrix<A> a, Matrix<B> b, const float* plus, Out* to, int64_t m, int64_t k, int64_t n) {
-  if (m <= (b.turned ? A_FEW : A_FEW_SUMS)) return multiply_few<Low, Out>(a, b, plus, to, m, k, n);
+template <class Low, class Out>
+void multiply(Operand<Low> a, Operand<Low> b, const float* plus, Out* to, int64_t m, int64_t k, int64_t n) {
+  if (m <= (b.turned ? A_FEW : A_FEW_SUMS)) {
+    if (b.wide) {
+      const Matrix<float> right{static_cast<const float*>(b.data), b.stride, b.turned};
+      return multiply_few<Low, Out>(a, right, plus, to, m, k, n);
+    }
+    const Matrix<Low> right{static_cast<const Low*>(b.data), b.stride, b.turned};
+    return multiply_few<Low, Out>(a, right, plus, to, m, k, n);
+  }
   if (m < FEWEST || k > LONGEST || !blocks_work()) return multiply_panels<Low, Out>(a, b, plus, to, m, k, n);
   const int64_t group = std::max<int64_t>(PACKED / k / COLUMNS, 1) * COLUMNS;
   const int64_t threads = at::get_num_threads();
@@ -387,15 +382,6 @@ void multiply(Matrix<A> a, Matrix<B> b, const float* plus, Out* to, int64_t m, i
   }
 }
 
-template <class Low, class Out, class A>
-void multiply(Matrix<A> a, const Tensor& b, const float* plus, Out* to, int64_t m, int64_t k, int64_t n) {
-  if (b.scalar_type() == at::kFloat) {
-    multiply<Low, Out>(a, matrix<float>(b), plus, to, m, k, n);
-  } else {
-    multiply<Low, Out>(a, matrix<Low>(b), plus, to, m, k, n);
-  }
-}
-
 // x in Low or fp32, with contiguous elements in one of the last two dimensions.
 template <class Low>
 Tensor in_lines(const Tensor& x) {
@@ -404,41 +390,30 @@ Tensor in_lines(const Tensor& x) {
   return known.stride(-1) == 1 || known.stride(-2) == 1 ? known : known.contiguous();
 }
 
+// The products of a batch: see batched.h.
+template <class Low, class Out>
+void multiply_batch(const Tensor& left, const Tensor& right, const float* plus, Out* to);
+
 template <class Low, class Out>
 Tensor cast_matmul(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias) {
   if (a.dim() == 3 && b.stride(0) == 0) {  // one matrix for the whole batch: torch's `linear` of turned inputs
     const Tensor rows = a.reshape({a.size(0) * a.size(1), a.size(2)});
     return cast_matmul<Low, Out>(rows, b.select(0, 0), bias).view({a.size(0), a.size(1), b.size(2)});
   }
-  const float* plus = bias.has_value() ? rounded<Low>(BIAS, bias->contiguous()).template const_data_ptr<float>() : nullptr;
+  const float* plus = bias.has_value() ? rounded_values<Low>(BIAS, readable<Low>(bias->contiguous())) : nullptr;
   const int64_t m = a.size(-2), k = a.size(-1), n = b.size(-1);
   const bool batched = a.dim() == 3;
-  const auto floats = a.options().dtype(at::kFloat);
   const auto outs = a.options().dtype(c10::CppTypeToScalarType<Out>::value);
   Tensor result = batched ? at::empty({a.size(0), m, n}, outs) : at::empty({m, n}, outs);
   Out* to = result.template mutable_data_ptr<Out>();
-  if (!batched && m > 0 && n > 0 && k > 0) {
+  if (k == 0) {
+    for (int64_t i = 0; i < result.numel(); ++i) to[i] = static_cast<Out>(plus ? plus[i % n] : 0.0f);
+  } else if (result.numel() > 0) {
     const Tensor left = in_lines<Low>(a), right = in_lines<Low>(b);
-    if (left.scalar_type() == at::kFloat) {
-      multiply<Low, Out>(matrix<float>(left), right, plus, to, m, k, n);
+    if (batched) {
+      multiply_batch<Low, Out>(left, right, plus, to);
     } else {
-      multiply<Low, Out>(matrix<Low>(left), right, plus, to, m, k, n);
-    }
-  } else {
-    const Tensor left = rounded<Low>(LEFT, a), right = rounded<Low>(RIGHT, b);
-    float* sums = std::is_same_v<Out, float> ? reinterpret_cast<float*>(to) : scratch(SUMS).take(result.numel());
-    Tensor sum = at::from_blob(sums, result.sizes(), floats);
-    batched ? at::bmm_out(sum, left, right) : at::mm_out(sum, left, right);
-    if (!std::is_same_v<Out, float>) conversions().add(result.numel() * static_cast<int64_t>(sizeof(Out)));
-    if (plus) {
-      at::parallel_for(0, result.numel() / std::max<int64_t>(n, 1), std::max<int64_t>(GRAIN / std::max<int64_t>(n, 1), 1),
-                       [&](int64_t start, int64_t end) {
-                         for (int64_t r = start; r < end; ++r) finish(sums + r * n, plus, to + r * n, n);
-                       });
-    } else if (!std::is_same_v<Out, float>) {
-      parallel(result.numel(), [&](int64_t start, int64_t end) {
-        finish<Out>(sums + start, nullptr, to + start, end - start);
-      });
+      multiply<Low, Out>(operand<Low>(left), operand<Low>(right), plus, to, m, k, n);
     }
   }
   tidy();
@@ -447,7 +422,6 @@ Tensor cast_matmul(const Tensor& a, const Tensor& b, const std::optional<Tensor>
 
 inline Tensor cast_matmul_cpu(
     const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias, at::ScalarType dtype, at::ScalarType out) {
-  at::AutoDispatchBelowADInplaceOrView below;
   TORCH_CHECK(a.dim() == b.dim() && (a.dim() == 2 || a.dim() == 3) && a.size(-1) == b.size(-2) &&
                   (a.dim() == 2 || a.size(0) == b.size(0)),
               "cast_matmul: ", a.sizes(), " times ", b.sizes());

@@ -1,16 +1,12 @@
 // Lists of gradients: multiplied in place and checked for non-finite numbers, in one pass.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/fill.h>
-#include <ATen/ops/item.h>
-
 #include <atomic>
 #include <cmath>
 #include <tuple>
 #include <vector>
 
+#include "boxed.h"
 #include "rounding.h"
 
 namespace amp {
@@ -57,47 +53,45 @@ struct Piece {
   int64_t count;
 };
 
-// Tensors of one dtype, cut into pieces of equal work for the threads.
-template <class T>
-std::vector<Piece> cut(at::TensorList tensors) {
-  constexpr int64_t LENGTH = int64_t(1) << 16;
-  std::vector<Piece> pieces;
-  for (const Tensor& tensor : tensors) {
-    T* data = static_cast<T*>(const_cast<void*>(tensor.const_data_ptr()));
-    const int64_t n = tensor.numel();
-    for (int64_t at = 0; at < n; at += LENGTH) pieces.push_back({data + at, std::min(LENGTH, n - at)});
+// The tensors of a list that these kernels support, as memory by dtype; the rest (other dtypes, devices and layouts) is left
+// to torch. fp16 and bf16 are supported if LOW says so. A lazily negated tensor is like any other: nothing here depends on
+// the sign. A list may have hundreds of small tensors, so torch is asked for as little as possible.
+template <bool LOW>
+class Sorted {
+ public:
+  std::vector<Piece> floats, halves, bfloats;
+  std::vector<Tensor> rest;
+
+  Sorted() = default;
+  Sorted(Sorted&&) = default;
+  ~Sorted() {
+    for (AtenTensorHandle tensor : held_) aoti_torch_delete_tensor_object(tensor);
   }
-  return pieces;
-}
 
-template <class T, bool MULTIPLY>
-bool over(const std::vector<Tensor>& tensors, float factor) {
-  const std::vector<Piece> pieces = cut<T>(tensors);
-  std::atomic<bool> finite{true};
-  at::parallel_for(0, static_cast<int64_t>(pieces.size()), 4, [&](int64_t first, int64_t last) {
-    bool own = true;
-    for (int64_t p = first; p < last; ++p) {
-      own &= stretch<T, MULTIPLY>(static_cast<T*>(pieces[p].start), pieces[p].count, factor);
+  void reserve(size_t count) {
+    floats.reserve(count);
+    held_.reserve(count);
+  }
+
+  void add(AtenTensorHandle taken) {
+    static const int32_t cpu = aoti_torch_device_type_cpu(), strided = aoti_torch_layout_strided();
+    int32_t device = 0, layout = 0, dtype = 0;
+    succeeds(aoti_torch_get_device_type(taken, &device));
+    succeeds(aoti_torch_get_layout(taken, &layout));
+    succeeds(aoti_torch_get_dtype(taken, &dtype));
+    const at::ScalarType type = device == cpu && layout == strided ? at::scalar_type(dtype) : at::ScalarType::Other;
+    bool supported = type == at::kFloat || (LOW && type != at::ScalarType::Other), contiguous = false;
+    if (supported) succeeds(aoti_torch_is_contiguous(taken, &contiguous));
+    if (contiguous) {
+      held_.push_back(taken);
+    } else {
+      Tensor tensor(taken);
+      supported = supported && tensor.is_non_overlapping_and_dense();
+      (supported ? dense_ : rest).push_back(std::move(tensor));
     }
-    if (!own) finite.store(false, std::memory_order_relaxed);
-  });
-  return finite.load();
-}
-
-// The tensors that these kernels support, by dtype; the rest (other dtypes, devices and layouts) is left to torch.
-struct Sorted {
-  std::vector<Tensor> floats, halves, bfloats, rest;
-
-  explicit Sorted(at::TensorList tensors) {
-    for (const Tensor& tensor : tensors) {
-      const bool taken = tensor.device().is_cpu() && tensor.layout() == at::kStrided && !tensor.is_neg() &&
-                         tensor.is_non_overlapping_and_dense();
-      const auto dtype = taken ? tensor.scalar_type() : at::ScalarType::Undefined;
-      (dtype == at::kFloat      ? floats
-       : dtype == at::kHalf     ? halves
-       : dtype == at::kBFloat16 ? bfloats
-                                : rest).push_back(tensor);
-    }
+    if (!supported) return;
+    if (type == at::kFloat) return cut<float>(taken, floats);
+    type == at::kHalf ? cut<c10::Half>(taken, halves) : cut<c10::BFloat16>(taken, bfloats);
   }
 
   template <bool MULTIPLY>
@@ -105,26 +99,66 @@ struct Sorted {
     const bool one = over<float, MULTIPLY>(floats, factor), two = over<c10::Half, MULTIPLY>(halves, factor);
     return over<c10::BFloat16, MULTIPLY>(bfloats, factor) && one && two;
   }
+
+ private:
+  // Pieces of equal work for the threads.
+  template <class T>
+  static void cut(AtenTensorHandle tensor, std::vector<Piece>& pieces) {
+    constexpr int64_t LENGTH = int64_t(1) << 16;
+    const void* data = nullptr;
+    int64_t n = 0;
+    succeeds(torch_get_const_data_ptr(tensor, &data));
+    succeeds(aoti_torch_get_numel(tensor, &n));
+    T* first = static_cast<T*>(const_cast<void*>(data));
+    for (int64_t at = 0; at < n; at += LENGTH) pieces.push_back({first + at, std::min(LENGTH, n - at)});
+  }
+
+  template <class T, bool MULTIPLY>
+  static bool over(const std::vector<Piece>& pieces, float factor) {
+    std::atomic<bool> finite{true};
+    at::parallel_for(0, static_cast<int64_t>(pieces.size()), 4, [&](int64_t first, int64_t last) {
+      bool own = true;
+      for (int64_t p = first; p < last; ++p) {
+        own &= stretch<T, MULTIPLY>(static_cast<T*>(pieces[p].start), pieces[p].count, factor);
+      }
+      if (!own) finite.store(false, std::memory_order_relaxed);
+    });
+    return finite.load();
+  }
+
+  std::vector<AtenTensorHandle> held_;
+  std::vector<Tensor> dense_;
 };
 
-// Multiplies each tensor in place and sets `found` to 1 if one was not finite; returns the unsupported tensors.
-inline std::vector<Tensor> unscale_cpu(at::TensorList tensors, const Tensor& found, const Tensor& factor) {
-  at::AutoDispatchBelowADInplaceOrView below;
-  Sorted sorted(tensors);
-  // read directly: item() would dispatch an op
-  const float by = factor.scalar_type() == at::kFloat ? *factor.const_data_ptr<float>() : factor.item<float>();
-  if (!sorted.finite<true>(by)) found.fill_(1.0);
-  for (const auto* group : {&sorted.floats, &sorted.halves, &sorted.bfloats}) {
-    for (const Tensor& tensor : *group) {
-      if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+template <bool LOW>
+struct Boxed<Sorted<LOW>> {
+  static Sorted<LOW> take(StableIValue from) {
+    const StableListHandle list = Boxed<StableListHandle>::take(from);
+    size_t size = 0;
+    succeeds(torch_list_size(list, &size));
+    Sorted<LOW> sorted;
+    sorted.reserve(size);
+    for (size_t i = 0; i < size; ++i) {
+      StableIValue value = 0;
+      succeeds(torch_list_get_item(list, i, &value));
+      sorted.add(Boxed<AtenTensorHandle>::take(value));
     }
+    succeeds(torch_delete_list(list));
+    return sorted;
   }
+};
+
+// Multiplies each tensor in place and sets `found` to 1 if one was not finite; returns the unsupported tensors. The
+// caller increments the versions that autograd compares.
+inline std::vector<Tensor> unscale_cpu(Sorted<true>& sorted, const Tensor& found, const Tensor& factor) {
+  // read directly: item() would dispatch an op
+  const float by = factor.scalar_type() == at::kFloat ? *factor.const_data_ptr<float>() : factor.item();
+  if (!sorted.finite<true>(by)) succeeds(aoti_torch_cpu_fill__Scalar(found.get(), 1.0));
   return std::move(sorted.rest);
 }
 
 // Whether all are finite, and the unsupported tensors.
-inline std::tuple<bool, std::vector<Tensor>> all_finite_cpu(at::TensorList tensors) {
-  Sorted sorted(tensors);
+inline std::tuple<bool, std::vector<Tensor>> all_finite_cpu(Sorted<true>& sorted) {
   const bool finite = sorted.finite<false>(1.0f);
   return {finite, std::move(sorted.rest)};
 }
@@ -153,12 +187,8 @@ double squares(const T* x, int64_t n) {
 
 // The 2-norm of all numbers of fp32 tensors, added up in fp64 in an order that does not depend on the threads; and the
 // unsupported tensors.
-inline std::tuple<double, std::vector<Tensor>> norm_cpu(at::TensorList tensors) {
-  Sorted sorted(tensors);
-  for (const auto* group : {&sorted.halves, &sorted.bfloats}) {
-    sorted.rest.insert(sorted.rest.end(), group->begin(), group->end());
-  }
-  const std::vector<Piece> pieces = cut<float>(sorted.floats);
+inline std::tuple<double, std::vector<Tensor>> norm_cpu(Sorted<false>& sorted) {
+  const std::vector<Piece>& pieces = sorted.floats;
   std::vector<double> sums(pieces.size());
   at::parallel_for(0, static_cast<int64_t>(pieces.size()), 4, [&](int64_t first, int64_t last) {
     for (int64_t p = first; p < last; ++p) sums[p] = squares(static_cast<float*>(pieces[p].start), pieces[p].count);

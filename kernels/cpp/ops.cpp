@@ -1,34 +1,53 @@
-// The compiled CPU kernels: see ../build.py for how and when they are compiled, and ../cast_matmul.py, ../unscale.py
+// The compiled CPU kernels as ops: see ../build.py for how and when they are compiled, and ../cast_matmul.py, ../unscale.py
 // and ../lstm.py for their definitions.
-#include <torch/library.h>
+#include "ops.h"
 
 #include "cast_matmul.h"
-#include "lstm.h"
 #include "multi_tensor.h"
 #include "wide.h"
 
-TORCH_LIBRARY(amp_cpu, library) {
-  library.def("unscale_(Tensor[] tensors, Tensor found, Tensor factor) -> Tensor[]", &amp::unscale_cpu);
-  library.def("all_finite(Tensor[] tensors) -> (bool, Tensor[])", &amp::all_finite_cpu);
-  library.def("conversions() -> (int, int)", [] {
-    return std::tuple<int64_t, int64_t>(amp::conversions().number, amp::conversions().bytes);
-  });
-  library.def("scratch_bytes() -> int", [] { return amp::scratch_bytes().load(); });
-  library.def(
-      "lstm_forward(Tensor(a!) gates, Tensor state, Tensor cell, Tensor right, Tensor(b!) out, Tensor(c!) cells, bool reverse)"
-      " -> ()",
-      &amp::lstm_forward_cpu);
-  library.def(
-      "lstm_backward(Tensor? given, Tensor(a!) state, Tensor(b!) cell, Tensor gates, Tensor cells, Tensor first_cell,"
-      " Tensor right, Tensor(c!) sums, bool reverse) -> ()",
-      &amp::lstm_backward_cpu);
-  library.def("norm(Tensor[] tensors) -> (float, Tensor[])", &amp::norm_cpu);
+namespace amp {
+
+extern template Tensor cast_matmul<c10::Half, float>(const Tensor&, const Tensor&, const std::optional<Tensor>&);
+extern template Tensor cast_matmul<c10::Half, c10::Half>(const Tensor&, const Tensor&, const std::optional<Tensor>&);
+extern template Tensor cast_matmul<c10::BFloat16, float>(const Tensor&, const Tensor&, const std::optional<Tensor>&);
+extern template Tensor cast_matmul<c10::BFloat16, c10::BFloat16>(const Tensor&, const Tensor&, const std::optional<Tensor>&);
+
+namespace {
+
+std::tuple<int64_t, int64_t> counted() { return {conversions().number, conversions().bytes}; }
+int64_t bytes_held() { return scratch_bytes(); }
+
+void register_all() {
+  Library any("amp_cpu", "CompositeImplicitAutograd");  // sees lists as they are: lazy conjugation is not resolved
+  any.def("unscale_(Tensor[] tensors, Tensor found, Tensor factor) -> Tensor[]", &boxed<&unscale_cpu>);
+  any.def("all_finite(Tensor[] tensors) -> (bool, Tensor[])", &boxed<&all_finite_cpu>);
+  any.def("norm(Tensor[] tensors) -> (float, Tensor[])", &boxed<&norm_cpu>);
+  any.def("conversions() -> (int, int)", &boxed<&counted>);
+  any.def("scratch_bytes() -> int", &boxed<&bytes_held>);
+  register_lstm(any);
+
+  Library cpu("amp", "CPU");
+  cpu.impl("cast_matmul", &boxed<&cast_matmul_cpu>);
+  cpu.impl("wide_convolution", &boxed<&wide_convolution_cpu>);
+  cpu.impl("wide_convolution_backward", &boxed<&wide_convolution_backward_cpu>);
+  cpu.impl("wide_baddbmm", &boxed<&wide_baddbmm_cpu>);
+  register_attention(cpu);
+  any.keep();
+  cpu.keep();
 }
 
-TORCH_LIBRARY_IMPL(amp, CPU, library) {
-  library.impl("cast_matmul", &amp::cast_matmul_cpu);
-  for (const char* name : {"wide_convolution", "wide_convolution_backward", "wide_baddbmm",
-                           "wide_scaled_dot_product_flash_attention_for_cpu_backward"}) {
-    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&amp::wide_cpu>());
+}  // namespace
+}  // namespace amp
+
+// Registers the kernels with the torch of this process; returns what went wrong, or null. ../registry.py calls it.
+extern "C" __attribute__((visibility("default"))) const char* amp_register() {
+  static std::string error;
+  try {
+    amp::register_all();
+    return nullptr;
+  } catch (const std::exception& problem) {
+    error = problem.what();
+    return error.c_str();
   }
 }

@@ -15,6 +15,14 @@ struct Matrix {
   bool turned;
 };
 
+// A matrix of fp32 or Low, which is told when it is packed: what only packs it is compiled once.
+template <class Low>
+struct Operand {
+  const void* data;
+  int64_t stride;
+  bool turned, wide;
+};
+
 // Stands for a low-precision dtype where values are rounded already.
 struct Exact {};
 
@@ -105,6 +113,15 @@ void pack(Matrix<T> x, int64_t row, int64_t column, int64_t rows, int64_t column
 #endif
   for (; r < rows; ++r) {
     for (int64_t c = 0; c < columns; ++c) to[r * step + c] = rounded_one<Low>(from[c * x.stride + r]);
+  }
+}
+
+template <class Low>
+void pack(const Operand<Low>& x, int64_t row, int64_t column, int64_t rows, int64_t columns, float* to, int64_t step) {
+  if (x.wide) {
+    pack<Low>(Matrix<float>{static_cast<const float*>(x.data), x.stride, x.turned}, row, column, rows, columns, to, step);
+  } else {
+    pack<Low>(Matrix<Low>{static_cast<const Low*>(x.data), x.stride, x.turned}, row, column, rows, columns, to, step);
   }
 }
 

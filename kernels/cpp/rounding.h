@@ -1,16 +1,13 @@
-// Converts memory between fp32 and a low-precision dtype, with vectors as wide as the CPU's registers. The library is
-// built on the machine that runs it, for its CPU or for the one that AMP_CPU_CAPABILITY names, so the instruction sets
-// that the compiler may use exist.
+// Converts memory between fp32 and a low-precision dtype, with vectors as wide as the CPU's registers. There is a library
+// for each kind of CPU (../capability.py), and the one that is loaded uses instructions that the CPU has.
 //
 // Rounding is to nearest, ties to even, and NaN stays NaN: bit-identical to torch's own casts (a test checks it).
 #pragma once
 
-#include <ATen/Parallel.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
-
 #include <atomic>
 #include <cstdint>
+
+#include "tensor.h"
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #include <immintrin.h>

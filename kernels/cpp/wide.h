@@ -1,33 +1,10 @@
-// Runs an ATen op on low-precision tensors in fp32: low arguments are widened, and each result is rounded once. One
-// function serves all such ops: it gets arguments and results as a stack, and finds the ATen op by its own name.
+// Runs an ATen op on low-precision tensors in fp32: low arguments are widened, and each result is rounded once.
 #pragma once
 
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/stack.h>
-
-#include <mutex>
-#include <string>
-#include <unordered_map>
-
-#include <ATen/ops/empty_strided.h>
-
+#include "boxed.h"
 #include "cast_matmul.h"
 
 namespace amp {
-
-// amp::wide_x replaces aten::x, or aten::_x.
-inline const c10::OperatorHandle& narrow_form(const std::string& name) {
-  static std::unordered_map<std::string, c10::OperatorHandle> known;
-  static std::mutex mutex;
-  std::lock_guard<std::mutex> lock(mutex);
-  const auto found = known.find(name);
-  if (found != known.end()) return found->second;
-  const std::string base = name.substr(name.find("wide_") + 5);
-  auto& dispatcher = c10::Dispatcher::singleton();
-  const auto plain = dispatcher.findSchema({"aten::" + base, ""});
-  const auto op = plain.has_value() ? *plain : dispatcher.findSchemaOrThrow(("aten::_" + base).c_str(), "");
-  return known.emplace(name, op).first->second;
-}
 
 template <class Low>
 Tensor widened(size_t slot, const Tensor& x) {
@@ -54,36 +31,78 @@ Tensor narrowed(const Tensor& x) {
   return result;
 }
 
+// The arguments of an op in fp32: low ones are widened, each into memory of its own.
 template <class Low>
-void run_wide(const c10::OperatorHandle& op, size_t arguments, torch::jit::Stack* stack) {
-  constexpr auto low = c10::CppTypeToScalarType<Low>::value;
-  for (size_t i = 0; i < arguments; ++i) {
-    c10::IValue& value = torch::jit::peek(*stack, i, arguments);
-    if (value.isTensor() && value.toTensor().defined() && value.toTensor().scalar_type() == low) {
-      value = widened<Low>(i, value.toTensor());
-    }
+class Widened {
+ public:
+  AtenTensorHandle operator()(const Tensor& x) {
+    const bool low = x.scalar_type() == c10::CppTypeToScalarType<Low>::value;
+    held_.push_back(low ? widened<Low>(held_.size(), x) : x);
+    return held_.back().get();
   }
-  op.callBoxed(stack);
-  const size_t results = op.schema().returns().size();
-  for (size_t i = 0; i < results; ++i) {
-    c10::IValue& value = torch::jit::peek(*stack, i, results);
-    const bool rounds = value.isTensor() && value.toTensor().defined() && value.toTensor().scalar_type() == at::kFloat;
-    if (rounds) value = narrowed<Low>(value.toTensor());
-  }
+
+ private:
+  std::vector<Tensor> held_;
+};
+
+// A result, which may be undefined.
+template <class Low>
+AtenTensorHandle rounded_result(AtenTensorHandle result) {
+  bool defined = false;
+  succeeds(aoti_torch_is_defined(result, &defined));
+  return defined ? narrowed<Low>(Tensor(result)).handed_over() : result;
 }
 
-inline void wide_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  at::AutoDispatchBelowADInplaceOrView below;
-  const c10::OperatorHandle& form = narrow_form(op.schema().name());
-  const size_t arguments = op.schema().arguments().size();
-  for (size_t i = 0; i < arguments; ++i) {
-    const c10::IValue& value = torch::jit::peek(*stack, i, arguments);
-    if (!value.isTensor() || !value.toTensor().defined()) continue;
-    const auto dtype = value.toTensor().scalar_type();
-    if (dtype == at::kHalf) return run_wide<c10::Half>(form, arguments, stack);
-    if (dtype == at::kBFloat16) return run_wide<c10::BFloat16>(form, arguments, stack);
+// Calls run with a zero of the first low dtype among the tensors.
+template <class F>
+auto for_low(std::initializer_list<const Tensor*> tensors, const F& run) {
+  for (const Tensor* tensor : tensors) {
+    if (tensor->scalar_type() == at::kHalf) return run(c10::Half());
+    if (tensor->scalar_type() == at::kBFloat16) return run(c10::BFloat16());
   }
-  TORCH_CHECK(false, op.schema().name(), " is for float16 and bfloat16 tensors");
+  fail("ops computed in fp32 between two roundings are for float16 and bfloat16 tensors");
+}
+
+using Numbers = const std::vector<int64_t>&;
+
+inline AtenTensorHandle wide_convolution_cpu(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                                             Numbers stride, Numbers padding, Numbers dilation, bool transposed,
+                                             Numbers output_padding, int64_t groups) {
+  return for_low({&input, &weight}, [&](auto zero) {
+    Widened<decltype(zero)> wide;
+    AtenTensorHandle result = nullptr, plus = bias ? wide(*bias) : nullptr;
+    succeeds(aoti_torch_cpu_convolution(wide(input), wide(weight), plus ? &plus : nullptr, stride.data(), stride.size(),
+                                        padding.data(), padding.size(), dilation.data(), dilation.size(), transposed,
+                                        output_padding.data(), output_padding.size(), groups, &result));
+    return rounded_result<decltype(zero)>(result);
+  });
+}
+
+inline std::tuple<AtenTensorHandle, AtenTensorHandle, AtenTensorHandle> wide_convolution_backward_cpu(
+    const Tensor& gradient, const Tensor& input, const Tensor& weight, const std::optional<std::vector<int64_t>>& bias_sizes,
+    Numbers stride, Numbers padding, Numbers dilation, bool transposed, Numbers output_padding, int64_t groups,
+    const std::vector<bool>& output_mask) {
+  return for_low({&gradient, &input, &weight}, [&](auto zero) {
+    using Low = decltype(zero);
+    Widened<Low> wide;
+    const std::vector<int32_t> mask(output_mask.begin(), output_mask.end());
+    const int64_t* sizes = bias_sizes ? bias_sizes->data() : nullptr;
+    AtenTensorHandle made[3] = {};
+    succeeds(aoti_torch_cpu_convolution_backward(
+        wide(gradient), wide(input), wide(weight), bias_sizes ? &sizes : nullptr, bias_sizes ? bias_sizes->size() : 0,
+        stride.data(), stride.size(), padding.data(), padding.size(), dilation.data(), dilation.size(), transposed,
+        output_padding.data(), output_padding.size(), groups, mask.data(), mask.size(), &made[0], &made[1], &made[2]));
+    return std::tuple(rounded_result<Low>(made[0]), rounded_result<Low>(made[1]), rounded_result<Low>(made[2]));
+  });
+}
+
+inline AtenTensorHandle wide_baddbmm_cpu(const Tensor& plus, const Tensor& a, const Tensor& b, double beta, double alpha) {
+  return for_low({&plus, &a, &b}, [&](auto zero) {
+    Widened<decltype(zero)> wide;
+    const Tensor sums = at::empty({a.size(0), a.size(1), b.size(2)}, at::kFloat);
+    succeeds(aoti_torch_cpu_baddbmm_out(sums.get(), wide(plus), wide(a), wide(b), beta, alpha));
+    return narrowed<decltype(zero)>(sums).handed_over();
+  });
 }
 
 }  // namespace amp

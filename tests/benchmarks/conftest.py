@@ -11,7 +11,7 @@ from pathlib import Path
 BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
 sys.path.insert(0, BENCHMARKS)
 try:
-    for name in ("harness", "subjects", "variants", "steps", "compare", "search"):
+    for name in ("harness", "subjects", "variants", "steps", "compare", "search", "decode"):
         importlib.import_module(name)
 finally:
     sys.path.remove(BENCHMARKS)

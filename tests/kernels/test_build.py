@@ -6,14 +6,17 @@ import fcntl
 import functools
 import io
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
+import torch
 
-from amp_compiler.kernels import build, registry
+from amp_compiler.kernels import build, capability, compile_cpp, registry
 
 
 @pytest.fixture
@@ -21,6 +24,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty cache, and a library that is not loaded into this process."""
     monkeypatch.delenv("AMP_LOGS", raising=False)
     monkeypatch.setenv(build.CACHE, str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "PACKAGED", tmp_path / "lib")
     monkeypatch.setattr(registry, "take_over", lambda path: None)
     return tmp_path / "cache"
 
@@ -36,8 +40,11 @@ def fake_compiler(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) ->
     monkeypatch.setenv("CXX", str(path))
 
 
-#: writes its name to a file, and the library
-GOOD = """echo run >> "$(dirname "$0")/runs"; while [ "$1" != -o ]; do shift; done; echo library > "$2\""""
+#: a file that looks like a library, and is none of ours
+PROGRAM = Path(shutil.which("true") or "/bin/true").resolve()
+#: writes a line to a file when it links, and whatever it is asked for
+GOOD = f"""case "$*" in *-ltorch_cpu*) echo run >> "$(dirname "$0")/runs";; esac
+while [ "$1" != -o ]; do shift; done; cp {PROGRAM} "$2\""""
 
 
 def test_built_once(fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,20 +54,94 @@ def test_built_once(fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert first == second
     assert (tmp_path / "runs").read_text() == "run\n"
     (library,) = fresh.glob("*.so")
-    assert library.read_text() == "library\n"
+    assert library.read_bytes() == PROGRAM.read_bytes()
+    assert {file.name for file in fresh.iterdir()} == {library.name, "lock"}, "nothing else is left"
 
 
-def test_another_version_of_torch_builds_another(fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_source_builds_another(fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_compiler(monkeypatch, tmp_path, GOOD)
     build_again()
-    monkeypatch.setattr(build.torch, "__version__", "9.9")
+    shutil.copytree(compile_cpp.SOURCES, tmp_path / "cpp")
+    monkeypatch.setattr(compile_cpp, "SOURCES", tmp_path / "cpp")
+    build_again()
+    assert len(list(fresh.glob("*.so"))) == 1
+    (tmp_path / "cpp" / "ops.h").write_text("// changed\n")
     build_again()
     assert len(list(fresh.glob("*.so"))) == 2
 
 
+def test_a_library_that_was_cut_short_is_compiled_again(
+    fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To load it could end the process."""
+    fake_compiler(monkeypatch, tmp_path, GOOD)
+    build_again()
+    (library,) = fresh.glob("*.so")
+    for kept in (0, 3, 63, 64, PROGRAM.stat().st_size - 1):
+        library.write_bytes(PROGRAM.read_bytes()[:kept])
+        assert build_again().loaded
+        assert library.read_bytes() == PROGRAM.read_bytes()
+
+
+def test_the_library_of_a_wheel_needs_no_compiler(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(compile_cpp.shutil, "which", lambda name: None)
+    build.PACKAGED.mkdir()
+    for kind in ("avx2", "avx512"):
+        shutil.copy(PROGRAM, build.PACKAGED / compile_cpp.library_name(kind))
+    built = build_again()
+    assert built.loaded
+    assert built.reason == f"compiled: {build.PACKAGED / compile_cpp.library_name(capability.kernel_kind() or '')}"
+    assert not fresh.exists()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_library_of_a_wheel_that_cannot_be_loaded(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError(f"{path}: undefined symbol: torch_parallel_for")
+
+    monkeypatch.setattr(registry, "take_over", refuse)
+    build.PACKAGED.mkdir()
+    shutil.copy(PROGRAM, build.PACKAGED / compile_cpp.library_name(capability.kernel_kind() or ""))
+    with pytest.warns(UserWarning, match=r"cannot be loaded: .*undefined symbol.*Install the package again"):
+        assert not build_again().loaded
+
+
+def test_a_cpu_without_avx2_runs_the_kernels_in_python(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setenv(capability.SETTING, "baseline")
+    assert build_again() == build.Built(
+        False, "the kernels in Python: the compiled ones need AVX2, which AMP_CPU_CAPABILITY=baseline forbids"
+    )
+    monkeypatch.delenv(capability.SETTING)
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"avx2": False})
+    assert build_again().reason.endswith("the compiled ones need AVX2, which this CPU does not have")
+    assert not recwarn.list
+    assert not fresh.exists()
+
+
+def test_the_declarations_are_those_of_torch(tmp_path: Path) -> None:
+    """``torch_c.h`` beside torch's headers: another type of an argument would be an error."""
+    compiler = compile_cpp.find_compiler()
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    both = tmp_path / "both.cpp"
+    both.write_text(
+        "#include <torch/csrc/stable/c/shim.h>\n#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>\n"
+        f'#include "{compile_cpp.SOURCES / "torch_c.h"}"\n'
+    )
+    include = Path(torch.__file__).parent / "include"
+    command = [*shlex.split(compiler), "-std=c++20", "-fsyntax-only", f"-I{include}", str(both)]
+    told = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stderr
+
+
 def test_no_compiler_is_no_news(fresh: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    monkeypatch.setattr(compile_cpp.shutil, "which", lambda name: None)
     built = build_again()
     assert not built.loaded
     assert "no C++ compiler" in built.reason
@@ -105,6 +186,7 @@ def test_a_library_that_cannot_be_loaded_leaves_the_kernels_in_python(
 ) -> None:
     given_back: list[str] = []
     monkeypatch.setenv(build.CACHE, str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "PACKAGED", tmp_path / "lib")
     monkeypatch.setattr(registry, "_REGISTERED", {})
     monkeypatch.setattr(registry, "_register", given_back.append)
     fake_compiler(monkeypatch, tmp_path, GOOD)
@@ -217,7 +299,7 @@ def test_a_process_waits_for_another_that_compiles(
         waiting = threading.Thread(target=lambda: found.append(build_again()))
         waiting.start()
         assert listening.heard.wait(20)
-        library.write_text("made by the other")
+        shutil.copy(PROGRAM, library)
     waiting.join(20)
     assert found[0].loaded
     assert listening.getvalue() == "amp_compiler: waiting for another process, which is compiling CPU kernels ...\n"

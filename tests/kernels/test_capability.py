@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from amp_compiler.kernels import build, capability, cpu
+from amp_compiler.kernels import build, capability, compile_cpp, cpu
 
 ROOT = Path(__file__).parents[2]
 NEWEST = {"avx2": True, **{f"avx512_{part}": True for part in ("f", "bw", "vl", "dq", "cd", "bf16")}} | {
@@ -29,20 +29,29 @@ def has(monkeypatch: pytest.MonkeyPatch, found: dict[str, bool], setting: str | 
 def test_all_is_used_unless_somebody_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     has(monkeypatch, NEWEST)
     assert capability.features() == ("avx2", "avx512", "avx512_bf16", "amx_bf16", "amx_fp16")
-    assert "-march=native" in build._flags()
+    assert capability.kernel_kind() == "avx512"
     assert cpu.has_units(torch.bfloat16)
     assert cpu.has_units(torch.float16)
 
 
 def test_avx2_is_an_older_cpu_for_kernels_and_choices(monkeypatch: pytest.MonkeyPatch) -> None:
-    has(monkeypatch, NEWEST)
-    native = build._key("c++")
     has(monkeypatch, NEWEST, "avx2")
     assert capability.features() == ("avx2",)
-    assert "-march=x86-64-v3" in build._flags()
-    assert build._key("c++") != native  # another library, beside the native one
+    assert capability.kernel_kind() == "avx2"
+    assert compile_cpp.library_name("avx2") != compile_cpp.library_name("avx512")
     assert not cpu.has_units(torch.bfloat16)
     assert not cpu.has_units(torch.float16)
+
+
+def test_kernels_want_all_of_avx2_and_what_comes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    has(monkeypatch, OLD)
+    assert capability.kernel_kind() == "avx2"
+    has(monkeypatch, NEWEST, "baseline")
+    assert capability.kernel_kind() is None
+    has(monkeypatch, OLD | {"f16c": False})
+    assert capability.kernel_kind() is None
+    monkeypatch.setattr(capability.platform, "machine", lambda: "aarch64")
+    assert capability.kernel_kind() == "native"
 
 
 def test_a_wrong_name_is_an_error_that_lists_the_right_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +63,7 @@ def test_a_wrong_name_is_an_error_that_lists_the_right_ones(monkeypatch: pytest.
 def test_what_the_cpu_lacks_cannot_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     has(monkeypatch, OLD, "avx512")
     with pytest.raises(ValueError, match="asks for avx512, which this CPU does not have"):
-        build._flags()
+        capability.kernel_kind()
 
 
 def test_the_kernels_of_an_avx2_machine() -> None:

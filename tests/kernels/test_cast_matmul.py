@@ -134,6 +134,8 @@ def test_one_matrix_for_a_whole_batch() -> None:
     torch.manual_seed(0)
     a, b = torch.randn(8, 6, 16).transpose(0, 1), torch.randn(16, 5).expand(6, 16, 5)
     check(a, b, None, BF16, BF16)
+    a, b = torch.randn(3, 6, 8, 16)[1], torch.randn(3, 16, 5)[1].expand(6, 16, 5)  # views of larger tensors
+    check(a, b, None, BF16, BF16)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

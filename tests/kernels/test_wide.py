@@ -29,6 +29,7 @@ def cases(dtype: torch.dtype) -> dict[Any, tuple[tuple[Any, ...], dict[str, Any]
         aten.convolution_backward.default: (
             (torch.randn(2, 6, 6, 6).to(dtype), x, w, [6], *rest, [False, True, True]), {}),
         aten.baddbmm.default: ((q[0], q[0], k[0].transpose(1, 2)[..., :8, :5].expand(2, 8, 5) @ q[0]), {"beta": 0.5}),
+        attention: ((q, k, v), {"scale": 0.3}),
         aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (
             (torch.randn_like(out), q, k, v, out, logs, 0.0, False), {}),
     }  # fmt: skip
