@@ -1,8 +1,8 @@
 """lower_kernels: replace ops by our kernels where the table ``kernels/lowering.py`` says so.
 
 ``convolution(x: bf16, w: bf16)``  →  ``amp::wide_convolution(x, w)`` on a CPU without low-precision units, in fp32
-between two roundings; likewise its backward, attention's backward and ``baddbmm``. An LSTM layer, which was captured as
-one of our kernels already, only gets its reason.
+between two roundings; likewise its backward, attention with its backward, and ``baddbmm``. An LSTM layer, which was
+captured as one of our kernels already, only gets its reason.
 
 The kernels have the same arguments and results; see ``kernels/wide.py`` for what they compute and ``kernels/cpu.py``
 for when they are used. Off with ``Policy.torch``, whose results are bit-identical to autocast's.

@@ -145,8 +145,7 @@ def test_any_product(batch: int, low: torch.dtype, turned: bool, seed: int) -> N
 # ---------------------------------------------------------------------------------------- lower_kernels
 
 
-def test_convolution_is_lowered_and_attention_is_not() -> None:
-    """torch's forward of attention converts as it reads and is as fast as fp32's; its backward is another matter."""
+def test_convolution_and_attention_are_lowered() -> None:
     image, kernel = torch.randn(1, 2, 5, 5).half(), torch.randn(3, 2, 3, 3).half()
     heads = torch.randn(1, 2, 4, 8).half()
 
@@ -154,9 +153,11 @@ def test_convolution_is_lowered_and_attention_is_not() -> None:
         return torch.conv2d(x, w), torch.nn.functional.scaled_dot_product_attention(q, q, q)
 
     gm = check_pass(LOWER, folded(fn, image, kernel, heads), modified=True)
-    assert [op for op in ops(gm) if op.startswith("amp::")] == ["amp::wide_convolution"]
-    got = gm(image, kernel, heads)
-    assert torch.equal(got[0], torch.conv2d(image.float(), kernel.float()).half())
+    attention = "amp::wide_scaled_dot_product_flash_attention_for_cpu"
+    assert [op for op in ops(gm) if op.startswith("amp::")] == ["amp::wide_convolution", attention]
+    got, wide = gm(image, kernel, heads), fn(image.float(), kernel.float(), heads.float())
+    assert torch.equal(got[0], wide[0].half())
+    assert torch.equal(got[1], wide[1].half())
 
 
 def test_native_and_fp32_stay(monkeypatch: pytest.MonkeyPatch) -> None:
