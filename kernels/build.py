@@ -34,7 +34,7 @@ from . import wide as _defines_wide  # noqa: F401
 
 PACKAGED = Path(__file__).with_name("lib")
 CACHE = "AMP_CACHE_DIR"
-_SECONDS = 5  # what compiling takes, roughly, on two cores
+_SECONDS = 8  # what compiling takes, roughly, on two cores
 _PREPARING = threading.RLock()  # one thread loads, others wait
 
 
