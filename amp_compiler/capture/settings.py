@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..common.compat import can_be_printed_later
 from .handle import is_handle
 
 #: what Dynamo says of a graph break -> the user's line at which it last said so
@@ -90,11 +91,11 @@ def _keep_prints() -> None:
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if tx.export or not is_handle(tx.output.compiler_fn):
             return call(self, tx, args, kwargs)
-        if not all(arg.is_python_constant() for arg in (*args, *kwargs.values())):
+        if kwargs or not all(arg.is_python_constant() for arg in args):
             if tx.output.current_tracer.parent is not None:
                 return call(self, tx, [self], {})  # which Dynamo refuses: no value of the body is known outside of it
-            if not self.can_reorder_logs(self.value, [a for a in args if not a.is_python_constant()], kwargs):
-                return call(self, tx, args, kwargs)
+            if not can_be_printed_later(self, [a for a in args if not a.is_python_constant()], kwargs):
+                return call(self, tx, [self], {})  # which Dynamo refuses
         tx.output.root_tx.debug_locals.append((self, list(args)))
         return ConstantVariable.create(None)
 

@@ -55,17 +55,18 @@ def given_low(target: Any) -> frozenset[torch.dtype]:
     return frozenset(dtypes & {torch.float16, torch.bfloat16})
 
 
-#: words of Dynamo's about graph breaks that wrappers make by themselves; what they call is captured all the same
+#: words of Dynamo's about graph breaks that wrappers make by themselves, or their files; what they call is captured all
+#: the same
 _OWN_BREAKS = (
     "set_runtime_stats_and_log", "DistributedDataParallel", "torch.nn.parallel.distributed",
-    "the function `disable` in file",
+    "the function `disable` in file", "_fsdp_common.py",
 )  # fmt: skip
 
 
 def is_own_break(reason: str) -> bool:
     """Whether a wrapper's own code, and none of the model's, ended a graph."""
-    whole = getattr(reason, "whole", reason)
-    return any(words in whole for words in _OWN_BREAKS)
+    told = getattr(reason, "whole", reason) + getattr(reason, "source", "")
+    return any(words in told for words in _OWN_BREAKS)
 
 
 def units_note(target: Any) -> str | None:

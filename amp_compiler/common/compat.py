@@ -7,10 +7,13 @@ known to give wrong results and warns about untested releases.
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 import warnings
+from collections.abc import Mapping, Sequence
 from importlib import metadata
+from typing import Any
 
 #: The first release that works, and the first that was not tested. ``pyproject.toml`` says the same.
 OLDEST, UNTESTED = (2, 13), (2, 16)
@@ -36,6 +39,15 @@ def attribute_method(variable: type) -> str:
     """Return the name of the method by which Dynamo's variables look up an attribute: ``tp_getattro_impl`` since torch
     2.14, ``var_getattr`` before."""
     return "tp_getattro_impl" if hasattr(variable, "tp_getattro_impl") else "var_getattr"
+
+
+def can_be_printed_later(variable: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """True if Dynamo can make a call of a logging function at the end of the graph. Before torch 2.15 its check took
+    the function as well, and let keyword arguments pass, which are then lost."""
+    check = type(variable).can_reorder_logs
+    takes_function = len(inspect.signature(check).parameters) == 3
+    given = (variable.value, args, kwargs) if takes_function else (args, kwargs)
+    return not kwargs and bool(check(*given))
 
 
 def torch_version() -> str:

@@ -68,6 +68,21 @@ def test_a_module_prints_in_every_call(level: str, capsys: pytest.CaptureFixture
     assert fast.report().not_captured == ()
 
 
+def test_keyword_arguments_of_a_print_are_not_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    class Separated(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            print("a", "b", sep="-")
+            print((x.sum() * 0).abs(), end="|\n")
+            return x * 2
+
+    fast = amp_compile(Separated(), dtype=torch.bfloat16)
+    fast(torch.ones(2, 4))
+    assert fast.report().not_captured  # the graph breaks there
+    lines = printed(capsys)
+    assert lines[0] == "a-b"
+    assert lines[1].endswith("|")
+
+
 def test_a_training_step_prints_and_is_one_graph(capsys: pytest.CaptureFixture[str]) -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # the database calls what is 
 #: why autocast itself cannot say on a fake: the message, or the class, of what it raises
 NOT_ON_FAKES = (
     "not linked with support for cuda", "not compiled with CUDA", "Jiterator", "CSR tensors do not have",
-    "expected tensor_indices_or_sections to be on cpu",
+    "expected tensor_indices_or_sections to be on cpu", "NVIDIA driver", "CUDA driver",
 )  # fmt: skip
 #: ops that autocast breaks: it passes low-precision operands to an op that refuses them
 AUTOCAST_FAILS = ("linalg.pinv",)
@@ -82,6 +82,8 @@ def compare(ops: list[Any], dtype: torch.dtype, number: int) -> tuple[int, list[
                 ours: Any = our_dtypes(op.op, args, kwargs, policy, table)
             except BannedOpError:
                 ours = "banned"
+            except DynamicOutputShapeException:  # autocast takes such an op apart
+                continue
             same += ours == theirs
             different += [] if ours == theirs else [f"{name}: {ours}, autocast {theirs}"]
     return same, different

@@ -59,7 +59,7 @@ def _quiet() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", MIXED)
 def test_a_rule_refuses_what_meta_functions_refuse(name: str) -> None:
-    """Our rule refuses the call; torch's meta function does for some ops, and a release that adds one is noticed."""
+    """Our rule refuses the call; so do torch's meta functions for some ops, in later releases for more of them."""
     with FakeTensorMode():
         op, args = MIXED[name]()
         try:
@@ -76,7 +76,7 @@ def test_a_rule_refuses_what_meta_functions_refuse(name: str) -> None:
             given.append(node if not isinstance(arg, list) else [])
         found = list(violations(graph.call_function(op, tuple(given)), f"aten::{name}"))
     assert found
-    assert refused is (name in CHECKED_BY_META)
+    assert refused or name not in CHECKED_BY_META
 
 
 def test_what_was_checked_is_a_rule() -> None:
