@@ -6,6 +6,7 @@ Autocast's kernels for CUDA run here on fakes, so the comparison is with the tor
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import logging
 from collections.abc import Iterator
@@ -87,6 +88,16 @@ def compare(ops: list[Any], dtype: torch.dtype, number: int) -> tuple[int, list[
             same += ours == theirs
             different += [] if ours == theirs else [f"{name}: {ours}, autocast {theirs}"]
     return same, different
+
+
+@pytest.fixture(autouse=True)
+def _no_collection() -> Iterator[None]:
+    """Some of torch's samples leave suspended generators in cycles. Collected while an op is traced, one sets back
+    whether gradients are on, and the trace records it."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
