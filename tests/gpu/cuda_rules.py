@@ -27,6 +27,7 @@ SAME = {
 }  # fmt: skip
 #: rules that torch's meta functions have as well: on fakes the op raises (torch 2.13)
 CHECKED_BY_META = ("bmm", "baddbmm", "dot", "scatter_add")
+CHECKED_BY_SOME_RELEASES = ("native_layer_norm",)  # by that of torch 2.15, not of 2.13
 SEEN_IN_SOURCE = {
     "native_layer_norm": "layer_norm_kernel.cu", "native_layer_norm_backward": "layer_norm_kernel.cu",
     "native_group_norm": "group_norm_kernel.cu", "native_group_norm_backward": "group_norm_kernel.cu",

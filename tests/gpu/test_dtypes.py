@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,7 +32,10 @@ NOT_ON_FAKES = (
 )  # fmt: skip
 #: ops that autocast breaks: it passes low-precision operands to an op that refuses them
 AUTOCAST_FAILS = ("linalg.pinv",)
+#: ops that fakes cannot run before they are taken apart, as autocast does (torch 2.15)
+WITHOUT_SHAPE = ("nn.functional.ctc_loss",)
 PARTS = 8
+pytestmark = pytest.mark.usefixtures("quiet_fakes")
 
 
 def our_dtypes(op: Any, args: tuple[Any, ...], kwargs: Any, policy: Policy, table: Any) -> list[torch.dtype]:
@@ -83,7 +85,9 @@ def compare(ops: list[Any], dtype: torch.dtype, number: int) -> tuple[int, list[
                 ours: Any = our_dtypes(op.op, args, kwargs, policy, table)
             except BannedOpError:
                 ours = "banned"
-            except DynamicOutputShapeException:  # autocast takes such an op apart
+            except DynamicOutputShapeException:
+                if op.name not in WITHOUT_SHAPE:
+                    raise
                 continue
             same += ours == theirs
             different += [] if ours == theirs else [f"{name}: {ours}, autocast {theirs}"]
@@ -98,15 +102,6 @@ def _no_collection() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    """torch logs every op that its fakes refuse."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
-    yield
-    log.disabled = before
 
 
 @functools.cache
