@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_compiler import compile_train_step
+from amp_compiler.kernels import all_finite
+from amp_compiler.training.scaler_state import Numbers
 
 Batch = tuple[Any, Any]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
@@ -135,3 +141,23 @@ def trains_like(
     assert [n for n, x in mine.items() if x is None] == [n for n, x in other.items() if x is None]
     assert differences(mine, other) == []
     return step
+
+
+@contextlib.contextmanager
+def as_on_a_gpu(step: Any = None) -> Iterator[None]:
+    """Inside, a step and all scalers on a CPU do as they do where the host would have to wait for a device; ``tolist``,
+    a read that no profiler shows, is an error, except in kernels, of which those for CPUs run here."""
+    read, kernels = Tensor.tolist, Path(all_finite.__file__).parent
+
+    def refuse(tensor: Tensor) -> Any:
+        if Path(sys._getframe(1).f_code.co_filename).parent == kernels:
+            return read(tensor)
+        raise AssertionError("the host reads a value of the device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Numbers, "on_host", lambda self: False)
+        patch.setattr(Tensor, "tolist", refuse)
+        if step is not None:
+            patch.setattr(step, "_on_host", False)
+            patch.setattr(step._loss_watch, "_free_to_read", False)
+        yield

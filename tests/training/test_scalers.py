@@ -26,6 +26,7 @@ from amp_compiler.training.finite import all_finite
 from amp_compiler.training.scaler_base import STUCK_AFTER, LossScaler
 from amp_compiler.training.scalers import DynamicLossScaler, StaticLossScaler
 from amp_compiler.training.update import apply_update, takes_found_inf
+from training_helpers import as_on_a_gpu
 
 INF, NAN = math.inf, math.nan
 LARGEST = torch.finfo(torch.float32).max
@@ -269,7 +270,7 @@ def test_only_step_of_a_plain_optimizer_reads_on_the_host() -> None:
     w = weight()
     scaler, optimizer = DynamicLossScaler(4.0, overflow_patience=2), optim.SGD([w], lr=0.1)
     for factor in (1.0, INF):
-        with profile() as trace:
+        with as_on_a_gpu(), profile() as trace:
             scaler.scale((w * factor).sum()).backward()
             scaler.unscale_(optimizer)
             scaler.update()
@@ -291,7 +292,7 @@ def test_fused_step_does_not_read_on_the_host(factor: float, unscale: bool) -> N
     scaler = DynamicLossScaler(4.0)
     optimizer = optim.SGD([w], lr=0.1, momentum=0.9, fused=True)
     for _ in range(2):
-        with profile() as trace:
+        with as_on_a_gpu(), profile() as trace:
             scaler.scale((w * factor).sum()).backward()
             if unscale:
                 scaler.unscale_(optimizer)

@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 from amp_compiler import DynamicLossScaler, compile_train_step
 from amp_compiler.common.errors import ArgumentError
 from helpers import F16
-from training_helpers import INF, bad, batches, differences, fused_adamw, sgd, state
+from training_helpers import INF, as_on_a_gpu, bad, batches, differences, fused_adamw, sgd, state
 
 optim = torch.optim
 
@@ -364,7 +364,8 @@ def test_fused_optimizers_make_the_host_wait_for_nothing(size: int) -> None:
     adagrad = optim.Adagrad(model.parameters(), lr=0.1, fused=True)
     for optimizer in (step.optimizer, fused_sgd, adagrad):
         step.optimizer = optimizer
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        cpu = torch.profiler.ProfilerActivity.CPU
+        with as_on_a_gpu(step), torch.profiler.profile(activities=[cpu]) as profile:
             results = [step(*batch) for batch in run]
         waits = [e for e in profile.events() if e.name == "aten::_local_scalar_dense" and not in_fused_kernel(e)]
         assert waits == [], type(optimizer).__name__
