@@ -18,6 +18,11 @@ _NUMBER = (
     "a number that is used in arithmetic or as a size is captured with "
     "torch._dynamo.config.capture_scalar_outputs = True"
 )
+_MARKED = (
+    "the code, often a hook (enable_input_require_grads() of transformers), calls requires_grad_() on a tensor that "
+    "was computed. Training the parameters does not need it: remove the call (disable_input_require_grads()), and "
+    "with gradient checkpointing choose use_reentrant=False, which works without it"
+)
 _IGNORE = "the model logs while it runs; to have Dynamo skip it, call torch._dynamo.config.ignore_logging_functions.add"
 
 
@@ -86,4 +91,7 @@ REMEDIES: dict[str, Callable[[str, str], str]] = {
     "generic_jump TensorVariable()": _always(_BRANCH),
     "generic_jump SymNodeVariable()": _always(_BRANCH),
     "Data-dependent branching": _always(_BRANCH),
+    "returning intermediate with requires_grad_()": _always(_MARKED),
+    "requires_grad_() intermediate leaked": _always(_MARKED),
+    "Unsupported Tensor.requires_grad_()": _always(_MARKED),
 }

@@ -17,6 +17,9 @@ from .owner import Owner
 from .rerun import undisturbed
 from .window import Batch, tensors_in
 
+_BREAK = "graph break: "  # how a report begins with a break
+_MARK = "requires_grad_()"
+
 
 def needs_autograd(owner: Owner, given: Any, *, first: bool) -> str | None:
     """Return why gradients must come from autograd itself, for example because a hook waits for them; None if not."""
@@ -72,6 +75,20 @@ def reason_of(error: Exception, args: Any, kwargs: Any, targets: Any) -> str:
     reason = Reason(str(cause))
     text = f"{reason}{remedy(reason)}"
     return text if type(cause).__name__ in ("CaptureError", "Unsupported") else f"{type(cause).__name__}: {text}"
+
+
+def located(reason: str, breaks: Sequence[str]) -> str:
+    """Return the graph break that ``reason`` is, with the place in the user's code; ``reason`` itself if none is.
+
+    ``breaks``: those of the pieces, as a report has them. A capture that must be one graph fails without a place if it
+    fails at its end: for a computed tensor with ``requires_grad_()``, and for a value that Python asks for
+    (``UserError``).
+    """
+    found = [text.removeprefix(_BREAK) for text in breaks if text.startswith(_BREAK)]
+    for what in found:
+        if reason.startswith(what.split(" (")[0]) or (_MARK in reason and _MARK in what):
+            return what
+    return found[0] if found and reason.startswith("UserError") else reason
 
 
 def is_ours(error: Exception) -> bool:

@@ -16,7 +16,7 @@ from ..rewrite.verify import deep_by_default
 from ..runtime.captured import Captured
 from ..runtime.options import Options
 from ..runtime.state import State
-from .failures import is_exchanged_by_autograd, is_ours, needs_autograd, reason_of, users_mistake
+from .failures import is_exchanged_by_autograd, is_ours, located, needs_autograd, reason_of, users_mistake
 from .of_batch import loss_function
 from .owner import Owner
 from .penalty import told_of_double_backward
@@ -99,7 +99,7 @@ class Running:
         tell = state.note if is_exchanged_by_autograd(self.owner) else state.leave  # that is as the user asked for
         tell(
             "the training step is not one graph, so it runs in pieces, with backward() and loss scaling outside of "
-            f"them: {reason}"
+            f"them: {located(reason, state.not_captured)}"
         )
         return found
 

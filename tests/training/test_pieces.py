@@ -190,6 +190,36 @@ def test_exceptions_of_the_users_own_code_come_through() -> None:
         broken(*GOOD[0])
 
 
+def test_a_computed_tensor_that_is_marked_for_gradients() -> None:
+    """A frozen embedding whose hook calls ``requires_grad_()``, as ``enable_input_require_grads`` of Transformers has
+    it: the warning says what, where in the user's code, and what to do."""
+
+    def mark(module: nn.Module, given: Any, output: Tensor) -> None:
+        output.requires_grad_(True)
+
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(6, 2))
+    model[0].requires_grad_(False)
+    hook = model[0].register_forward_hook(mark)
+    optimizer = sgd(model[2].parameters())
+    batch = torch.tensor([[0, 1], [2, 4]]), torch.ones(2, 2)
+    step = compile_train_step(model, F.mse_loss, optimizer, dtype=BF16)
+    where = r"requires_grad_\(\).*test_pieces\.py:\d+ in mark: output\.requires_grad_"
+    with pytest.warns(AmpWarning, match=where) as told:
+        step(*batch)
+    assert "remove the call" in str(told[0].message)
+    hook.remove()
+    whole = compile_train_step(model, F.mse_loss, optimizer, dtype=BF16)
+    whole(*batch)  # the advice helps
+    assert len(whole.joint_graphs) == 1
+    assert whole.report().notes == ()
+
+
+@pytest.mark.parametrize(("kind", "line"), [("item", r"assert x\.sum"), ("branch", r"if x\.sum"), ("print", "print")])
+def test_the_warning_says_where_the_graph_breaks(kind: str, line: str) -> None:
+    with pytest.warns(AmpWarning, match=rf"not one graph.*test_pieces\.py:\d+ in forward: {line}"):
+        make(Broken(kind))(*GOOD[0])
+
+
 @expected
 def test_a_number_that_changes_every_time() -> None:
     """A float among the inputs, as a schedule in the model's own code has it: equal results, however it is run."""
