@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import random
 import sys
@@ -9,9 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..common.errors import ArgumentError
+from ..common.gradients import LOW
 from ..common.torch_names import pytree
 from ..runtime.arguments import split_batch
 
@@ -109,6 +111,34 @@ class _End:
 
 
 _END: Any = _End()
+
+
+def check_names(model: nn.Module, inputs: Any) -> None:
+    """Raise if a dict of inputs has entries that the model does not take: it is called with all of them."""
+    if not isinstance(inputs, Mapping):
+        return
+    parameters = inspect.signature(model.forward).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return
+    if others := [name for name in inputs if name not in parameters]:
+        raise ArgumentError(
+            f"The inputs are a dict, with which the model is called, and forward() of {type(model).__name__} takes no "
+            f"{', '.join(map(repr, others))}. If that is for the loss, make batches of (inputs, targets), for example "
+            "by collate_fn= of the DataLoader; otherwise leave it out of the batch."
+        )
+
+
+def in_dtype_of(model: nn.Module, inputs: Any) -> Any:
+    """Return the inputs with fp32 tensors in the dtype of the model's parameters, if that is a low-precision one."""
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if len(dtypes) != 1 or LOW.isdisjoint(dtypes):
+        return inputs
+    (low,) = dtypes
+
+    def cast(value: Any) -> Any:
+        return value.to(low) if isinstance(value, Tensor) and value.dtype is torch.float32 else value
+
+    return pytree.tree_map(cast, inputs)
 
 
 def _length(loader: Any) -> int | None:

@@ -23,7 +23,7 @@ from ..training.compile import compile_train_step
 from ..training.results import StepResult, split
 from ..training.step import TrainStep
 from . import saved
-from .feed import Feed, random_state, set_random_state
+from .feed import Feed, check_names, in_dtype_of, random_state, set_random_state
 from .history import Epoch, History
 from .interrupts import Interrupts
 from .progress import Bar
@@ -68,7 +68,8 @@ def fit(
         level: As for ``amp_compile``.
         dtype: As for ``amp_compile``.
         steps: The most batches per epoch. An endless loader needs it.
-        metrics: Functions of ``(output, targets)`` that return a number, by name.
+        metrics: Functions of ``(output, targets)`` that return a number, by name. If a batch has no targets, they get
+            the batch in their place.
         validation: A second loader, for the loss and the metrics after each epoch: of the model in evaluation mode, in
             its own precision.
         scheduler: A learning-rate scheduler of ``torch.optim.lr_scheduler``. It does not move if an update is skipped.
@@ -219,6 +220,8 @@ class _Run:
         totals, step = self.totals, self.step
         start = time.perf_counter() - totals.seconds
         for inputs, targets in _guarded(self.feed.epoch(number), interrupts):
+            if not totals.samples:
+                check_names(step.model, inputs)
             result = step(inputs, targets)
             totals.add(inputs, targets, result.loss, result.output)
             self._see(result)
@@ -262,8 +265,9 @@ class _Run:
         try:
             with self.step.gathered() as model, _in_mode(model, False), torch.no_grad():
                 for inputs, targets in _guarded(self.validation.epoch(0), interrupts):
-                    args, kwargs = call_arguments(inputs)
-                    output = model(*args, **kwargs)
+                    if not totals.samples:
+                        check_names(model, inputs)
+                    output = _called(model, inputs)
                     answer = output if loss_fn is None else loss_fn(output, targets)
                     loss, _ = split(answer, from_model=loss_fn is None)
                     totals.add(inputs, targets, loss, output)
@@ -322,6 +326,18 @@ def _guarded(batches: Iterator[tuple[Any, Any]], interrupts: Interrupts) -> Iter
                 return
             raise
         yield batch
+
+
+def _called(model: nn.Module, inputs: Any) -> Any:
+    """Call the model as it is. A training step takes fp32 inputs for a low-precision model; torch alone doesn't."""
+    args, kwargs = call_arguments(inputs)
+    try:
+        return model(*args, **kwargs)
+    except RuntimeError:
+        if (low := in_dtype_of(model, inputs)) is inputs:
+            raise
+    args, kwargs = call_arguments(low)
+    return model(*args, **kwargs)
 
 
 @contextlib.contextmanager

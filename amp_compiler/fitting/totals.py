@@ -26,10 +26,11 @@ class Totals:
         self.samples, self.waiting, self.seconds = 0, 0, 0.0
 
     def add(self, inputs: Any, targets: Any, loss: Tensor, output: Any) -> None:
-        """Add the loss and the metrics of a batch."""
+        """Add the loss and the metrics of a batch. Without targets, a metric gets the batch, which may have labels."""
+        given = inputs if targets is None else targets
         with torch.no_grad():
             size = _size(inputs)
-            values = {"loss": loss, **{name: _scalar(name, f(output, targets)) for name, f in self.metrics.items()}}
+            values = {"loss": loss, **{name: _scalar(name, f(output, given)) for name, f in self.metrics.items()}}
             for name, value in values.items():
                 term = torch.as_tensor(value, dtype=self.dtype, device=self.device).reshape(()) * size
                 self.sums[name] = self.sums[name] + term if name in self.sums else term

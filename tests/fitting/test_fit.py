@@ -211,6 +211,33 @@ def test_every_kind_of_batch(batch: Any, loss_fn: Any) -> None:
     assert history[0].validation["loss"] < expected
 
 
+def test_a_metric_of_a_batch_without_targets_gets_the_batch() -> None:
+    """A dict has the labels among its entries."""
+
+    class Both(Sum):
+        def forward(self, a: Tensor, labels: Tensor) -> Any:  # type: ignore[override]
+            output = self.layer(a)
+            return {"loss": F.mse_loss(output, labels), "output": output}
+
+    batch = {"a": X, "labels": Y}
+    metrics = {"error": lambda output, given: F.mse_loss(output["output"], given["labels"])}
+    history = fit(model := Both(), None, sgd(model), [batch], level="O0", metrics=metrics, validation=[batch])
+    assert history[0].metrics["error"] == pytest.approx(history[0].loss, rel=1e-6)
+    assert history[0].validation["error"] == pytest.approx(history[0].validation["loss"], rel=1e-6)
+
+
+def test_low_precision_weights_with_fp32_data() -> None:
+    """A training step takes fp32 inputs there, so validation has to."""
+    model = nn.Linear(4, 2).bfloat16()
+    history = fit(model, F.mse_loss, sgd(model), DATA, dtype="bfloat16", validation=DATA)
+    with torch.no_grad():
+        losses = [float(F.mse_loss(model(x.bfloat16()), y)) for x, y in DATA]
+    assert history[0].validation["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
+    broken = nn.Linear(3, 2).bfloat16()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        fit(broken, F.mse_loss, sgd(broken), [(x[:, :3], y) for x, y in DATA], dtype="bfloat16", validation=DATA)
+
+
 def never() -> Iterator[Any]:
     yield from ()
 
@@ -224,6 +251,9 @@ def never() -> Iterator[Any]:
         ({"loader": itertools.cycle(DATA)}, "never ends: say by steps="),
         ({"loader": iter(DATA), "epochs": 2}, "nothing left for a second epoch"),
         ({"loader": [(X, X, Y)]}, r"Batch 1 has 3 parts: a batch is \(inputs, targets\)"),
+        ({"loader": [{"input": X, "labels": Y}]}, r"forward\(\) of Linear takes no 'labels'.*\(inputs, targets\)"),
+        ({"loader": [({"x": X}, Y)]}, r"forward\(\) of Linear takes no 'x'"),
+        ({"validation": [{"input": X, "labels": Y}]}, r"forward\(\) of Linear takes no 'labels'"),
         ({"validation": []}, "The validation loader has no batches"),
         ({"validation": never()}, r"The validation loader has no batches \(a generator"),
         ({"validation": iter(DATA), "epochs": 2}, "validation loader is an iterator"),
