@@ -285,7 +285,7 @@ class AmpAccelerator(Accelerator):  # type: ignore[misc]
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         self.amp_updates.begin_backward()
-        with told_of_double_backward():
+        with told_of_double_backward(), self.amp_updates.scaling():
             super().backward(loss, **kwargs)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:

@@ -25,7 +25,7 @@ from ..training.arguments import make_scaler, tell_of_low_parameters
 from ..training.penalty import told_of_double_backward
 from ..training.scaler_base import LossScaler
 from ..training.update import gradients
-from .lightning_loop import HeldSchedulers, Metrics
+from .lightning_loop import HeldSchedulers, Metrics, live_optimizers, unwrapped
 from .lightning_steps import ModuleSteps
 from .scaled_updates import ScaledUpdates
 
@@ -194,6 +194,9 @@ class AmpPrecision(_plugin_class()):  # type: ignore[misc]
         else:
             if steps not in self._modules:
                 self._modules.append(steps)
+                if self._updates.weights.method is not False:
+                    for optimizer in live_optimizers(module):  # their state may be loaded before the first step
+                        self._updates.weights.attach(optimizer)
                 if module.training:
                     tell_of_low_parameters(module, self._updates.weights.method)
             steps.install()
@@ -246,10 +249,11 @@ class AmpPrecision(_plugin_class()):  # type: ignore[misc]
         with suspended():
             self._updates.begin_backward(module.trainer.optimizers)
             tensor = super().pre_backward(tensor, module)  # hooks get the loss as it is
-            return self._scaled(tensor)
+            with self._updates.scaling():
+                return self._scaled(tensor)
 
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        with suspended(), told_of_double_backward():
+        with suspended(), told_of_double_backward(), self._updates.scaling():
             if self._trainer_of(model) is not None:
                 super().backward(tensor, model, *args, **kwargs)
                 return
@@ -270,7 +274,7 @@ class AmpPrecision(_plugin_class()):  # type: ignore[misc]
     ) -> Any:
         """Take the optimizer's step, or skip it if a gradient is not finite."""
         if model is None:  # Fabric tells of its optimizers only here
-            self._updates.weights.attach(_unwrapped(optimizer))
+            self._updates.weights.attach(unwrapped(optimizer))
         with suspended():
             if self.scaler is None:
                 result = self._plain_step(optimizer, model, closure, **kwargs)
@@ -319,7 +323,7 @@ class AmpPrecision(_plugin_class()):  # type: ignore[misc]
         In manual optimization, call it before you read or clip gradients yourself; ``self.clip_gradients`` does it.
         """
         if self.scaler is not None:
-            self._updates.unscale(_unwrapped(optimizer))
+            self._updates.unscale(unwrapped(optimizer))
 
     def clip_gradients(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         self.unscale_gradients(optimizer)
@@ -386,12 +390,6 @@ class AmpPrecision(_plugin_class()):  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_modules": []}
-
-
-def _unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside of Lightning's wrapper, which ``self.optimizers()`` returns."""
-    names = {cls.__name__ for cls in type(optimizer).__mro__}
-    return optimizer.optimizer if names & {"LightningOptimizer", "_FabricOptimizer"} else optimizer
 
 
 def _listed(exclude: Any) -> Any:

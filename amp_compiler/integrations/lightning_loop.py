@@ -1,12 +1,16 @@
-"""What a precision plugin does in the loop of Lightning's Trainer beside updates: schedulers that wait, and metrics."""
+"""What a precision plugin does beside updates: schedulers that wait, metrics, and finding the optimizers of Fabric."""
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..common.gradients import LOW
 
 _NEVER = sys.maxsize  # the frequency of a scheduler that waits
 
@@ -64,3 +68,24 @@ class Metrics:
 
     def __reduce__(self) -> Any:
         return type(self), (self._log,)
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside of Lightning's wrapper, which ``self.optimizers()`` returns."""
+    names = {cls.__name__ for cls in type(optimizer).__mro__}
+    return optimizer.optimizer if names & {"LightningOptimizer", "_FabricOptimizer"} else optimizer
+
+
+def live_optimizers(module: nn.Module) -> list[Optimizer]:
+    """Return the optimizers that hold low-precision parameters of ``module``.
+
+    Fabric tells a plugin of an optimizer only at its first step, when its state may have been loaded already, and torch
+    rounds what it loads to the dtype of the parameters. So they are looked up among all objects, which takes some
+    milliseconds, and only if there is such a parameter.
+    """
+    low = {id(p) for p in module.parameters() if p.requires_grad and p.dtype in LOW}
+    if not low:
+        return []
+    found = (thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer))
+    own = {id(one): one for one in map(unwrapped, found)}
+    return [one for one in own.values() if any(id(p) in low for group in one.param_groups for p in group["params"])]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from ..training.arguments import check_method
 from ..training.masters import LowWeights
 from ..training.scaler_base import LossScaler
 from ..training.update import gradients
+from .unscaled import Backwards
 
 
 class ScaledUpdates:
@@ -40,6 +42,7 @@ class ScaledUpdates:
         #: at the last step of each optimizer: how often losses were scaled so far, and its gradients
         self._last: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[Tensor]]]]
         self._last = weakref.WeakKeyDictionary()
+        self._backwards = Backwards()
         self._flag: Tensor | None = None  # of the last step: 1.0 if it was skipped
         self._skipped: Tensor | int = 0
 
@@ -76,19 +79,37 @@ class ScaledUpdates:
             return
         self._check_scaled(optimizer, grads)
         if not has(self._used, optimizer) and not self.scaler.is_unscaled(optimizer):
+            if self.scaler.calls == self._backwards.scaled and self._backwards.mixed(optimizer, grads):
+                raise self._not_scaled(optimizer)
             self.scaler.unscale_(optimizer)
 
     def _check_scaled(self, optimizer: Optimizer, grads: list[Tensor]) -> None:
         """Raise if the gradients come from a backward that was not scaled, as far as that can be seen."""
         assert self.scaler is not None
         calls, last = self._last.get(optimizer, (0, []))
-        if self.scaler.calls > calls or any(ref() is grad for ref in last for grad in grads):
+        if self.scaler.calls > calls:
             return
-        raise ScalerError(
+        kept = any(ref() is grad for ref in last for grad in grads)  # by zero_grad(set_to_none=False), or used twice
+        if not kept or (self._backwards.added(optimizer, grads) and any(bool(grad.any()) for grad in grads)):
+            raise self._not_scaled(optimizer)
+
+    def _not_scaled(self, optimizer: Optimizer) -> ScalerError:
+        return ScalerError(
             f"The gradients of this {type(optimizer).__name__} come from a backward without loss scaling, and would be "
             f"divided by a scale that they were not multiplied by. Call {self.backward} in the place of "
             'loss.backward(), or use dtype="bfloat16", which needs no loss scaling.'
         )
+
+    @contextlib.contextmanager
+    def scaling(self) -> Iterator[None]:
+        """Inside, a loss is scaled, or the backward of a scaled loss runs."""
+        before = 0 if self.scaler is None else self.scaler.calls
+        try:
+            with self._backwards.own():
+                yield
+        finally:
+            if self.scaler is not None:
+                self._backwards.scaled += self.scaler.calls - before
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
         """Take the step or skip it. Without any gradient there is nothing to do, as without a scaler."""
@@ -108,6 +129,8 @@ class ScaledUpdates:
             self._flag, self._skipped = flag, self._skipped + flag
         self._stepped.append(optimizer)
         self._last[optimizer] = self.scaler.calls, [weakref.ref(grad) for grad in gradients(optimizer)]
+        self._backwards.forget(optimizer)
+        self._backwards.watch(optimizer)
 
     def finish(self) -> None:
         """Adapt the scale, if an optimizer has stepped."""
@@ -130,6 +153,8 @@ class ScaledUpdates:
             for optimizer in self._used:
                 self._scale(optimizer)
             self.scaler.forget()
+            for optimizer in self._known:
+                self._backwards.watch(optimizer)
         self._used.clear()
 
     def _waiting(self) -> list[Optimizer]:
@@ -152,6 +177,11 @@ class ScaledUpdates:
         if self.scaler is not None:
             self.scaler.forget()
         self._used.clear()
+        self.unwatch()
+
+    def unwatch(self) -> None:
+        """Take the hooks off the parameters that notice a backward without loss scaling, until the next step."""
+        self._backwards.unwatch()
 
     def __getstate__(self) -> dict[str, Any]:
         rounding = self.weights.state_dict()

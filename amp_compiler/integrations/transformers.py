@@ -144,8 +144,10 @@ class AmpMixin(_Trainer):
             yield
         finally:
             self._amp_depth -= 1
-            if self._amp_depth == 0 and self._amp_forward is not None:
-                self._amp_forward.remove()
+            if self._amp_depth == 0:
+                self.accelerator.amp_updates.unwatch()
+                if self._amp_forward is not None:
+                    self._amp_forward.remove()
 
 
 class AmpTrainer(AmpMixin, Trainer):

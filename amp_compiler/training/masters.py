@@ -22,6 +22,7 @@ gradients if ``allow_gradients(parameter, torch.float32)`` was called; low ones 
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -32,9 +33,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..common.errors import AmpWarning
 from ..common.gradients import LOW
+from ..common.messages import users_frame
 from ..common.torch_names import foreach_copy_
 from ..parallel.shards import local_of
+from ..policy import dtype_name
 from ..runtime.low_parameters import updated_in_fp32
 from .rounding import belongs, round_stochastically, split
 
@@ -113,6 +117,8 @@ class LowWeights:
             updated_in_fp32(parameter for _, _, parameter in _low(optimizer))
         if _METHODS.get(optimizer) == self.method:
             return
+        if self.method is not False and optimizer not in _METHODS:
+            _tell_of_rounded_masters(optimizer)
         _METHODS[optimizer] = self.method
         handles = _HOOKS.pop(optimizer, ())
         for handle in handles:
@@ -249,6 +255,22 @@ def _low(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], int, Tensor]]:
         for place, parameter in enumerate(group["params"]):
             if parameter.dtype in LOW:
                 yield group, place, parameter
+
+
+def _tell_of_rounded_masters(optimizer: Optimizer) -> None:
+    """Warn if the state was loaded before ``attach``: only then a master is not fp32."""
+    for _, _, parameter in _low(optimizer):
+        master = optimizer.state.get(parameter, {}).get(MASTER)
+        if isinstance(master, Tensor) and master.dtype in LOW:
+            warnings.warn(
+                f"amp_compiler: the state of this {type(optimizer).__name__} was loaded too early, so torch has "
+                f"rounded the fp32 masters in it to {dtype_name(master.dtype)}, and small updates of the earlier run "
+                "are lost. Load it after compile_train_step() or accelerate's prepare(); with Fabric, after "
+                "fabric.setup(model, optimizer) of both together.",
+                AmpWarning,
+                stacklevel=users_frame(),
+            )
+            return
 
 
 def _follow(master: Tensor, low: Tensor) -> None:

@@ -149,3 +149,40 @@ def test_without_them_updates_are_lost_and_a_warning_says_so(trainer: str, tmp_p
     with pytest.warns(AmpWarning, match="small updates"):
         TRAINERS[trainer](model, BF16, False, tmp_path)
     assert int((model.norm.weight != 1).sum()) == 0
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_fabric_loads_masters_before_the_first_step(together: bool, tmp_path: Path) -> None:
+    """With a module and an optimizer that are set up together, nothing is rounded; otherwise a warning says so."""
+
+    def run(number: int, load: Path | None = None) -> tuple[dict[str, Any], Fabric]:
+        precision, net = AmpPrecision(dtype=BF16), Net(BF16)
+        fabric = Fabric(accelerator="cpu", devices=1, plugins=precision)
+        if together:
+            model, optimizer = fabric.setup(net, optimizer_of(net))
+        else:
+            model = fabric.setup_module(net)
+            optimizer = fabric.setup_optimizers(optimizer_of(net))
+        state = {"model": model, "optimizer": optimizer, "precision": precision}
+        if load is not None:
+            fabric.load(load, state)
+        for x in inputs(BF16)[-number:] if load else inputs(BF16)[:number]:
+            fabric.backward(model(x)["loss"])
+            optimizer.step()
+            optimizer.zero_grad()
+        return state, fabric
+
+    first, fabric = run(len(inputs(BF16)) - 2)
+    fabric.save(tmp_path / "state.ckpt", first)
+    if not together:
+        with pytest.warns(AmpWarning, match=r"too early.*fp32 masters.*bfloat16.*fabric\.setup\(model, optimizer\)"):
+            run(1, tmp_path / "state.ckpt")
+        return
+    with warnings.catch_warnings(action="error", category=AmpWarning):
+        rest, _ = run(2, tmp_path / "state.ckpt")
+    whole, _ = run(len(inputs(BF16)))
+    for one, other in zip(rest["model"].parameters(), whole["model"].parameters(), strict=True):
+        assert torch.equal(one, other)
+        held, wanted = (s["optimizer"].optimizer.state[p] for s, p in ((rest, one), (whole, other)))
+        assert held["amp_master"].dtype is torch.float32
+        assert all(torch.equal(held[key], wanted[key]) for key in wanted)

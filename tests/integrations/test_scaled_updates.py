@@ -74,3 +74,74 @@ def test_a_backward_without_loss_scaling(good: int) -> None:
         with pytest.raises(ScalerError, match=message):
             act(optimizer)
     assert torch.equal(weight, before)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_backward_without_loss_scaling_into_gradients_that_were_set_to_zero(clips: bool) -> None:
+    """The tensors of the gradients stay the same: only autograd knows that something was added."""
+    (weight, _), updates = parameters(), ScaledUpdates(scaler := DynamicLossScaler())
+    optimizer = torch.optim.SGD([weight], 0.1, momentum=0.5)
+
+    def good() -> None:
+        updates.begin_backward()
+        with updates.scaling():
+            scaler.scale(weight.square().sum()).backward()
+
+    good()
+    updates.step(optimizer)
+    updates.step(optimizer)  # the same gradients twice: not a mistake
+    optimizer.zero_grad(set_to_none=False)
+    updates.step(optimizer)  # nor is a step by the momentum alone
+    before = weight.detach().clone()
+    weight.square().sum().backward()
+    if clips:
+        nn.utils.clip_grad_norm_([weight], 0.1)
+    for _ in range(2):
+        with pytest.raises(ScalerError, match="come from a backward without loss scaling"):
+            updates.step(optimizer)
+    assert torch.equal(weight, before)
+    optimizer.zero_grad(set_to_none=False)
+    good()
+    updates.step(optimizer)
+    assert not torch.equal(weight, before)
+
+
+def test_one_of_two_backwards_without_loss_scaling() -> None:
+    """A gradient that is the sum of a scaled and an unscaled one cannot be unscaled. Gradients that were looked at, and
+    set to zero before the backward, are not a mistake."""
+    weights, scaler = parameters(), DynamicLossScaler()
+    updates, optimizer = ScaledUpdates(scaler), torch.optim.SGD(weights, 0.1)
+
+    def good() -> None:
+        updates.begin_backward([optimizer])
+        with updates.scaling():
+            scaler.scale(loss_of(weights, 2, 1)).backward()
+
+    for to_none in (False, True):
+        good()
+        optimizer.zero_grad(set_to_none=to_none)
+        loss_of(weights, 2, 1).backward()
+        optimizer.zero_grad(set_to_none=to_none)
+        good()
+        updates.step(optimizer)
+        optimizer.zero_grad(set_to_none=to_none)
+        good()
+        loss_of(weights, 1, 1).backward()
+        with pytest.raises(ScalerError, match="come from a backward without loss scaling"):
+            updates.unscale(optimizer)
+        good()
+        with pytest.raises(ScalerError, match="come from a backward without loss scaling"):
+            updates.step(optimizer)
+        optimizer.zero_grad(set_to_none=to_none)
+    good()
+    scaler.scale(loss_of(weights, 1, 1)).backward()  # scaled by hand
+    updates.step(optimizer)
+
+
+def test_the_hooks_are_taken_away() -> None:
+    weights, scaler = parameters(), DynamicLossScaler()
+    updates, optimizer = ScaledUpdates(scaler), torch.optim.SGD(weights, 0.1)
+    updates.begin_backward([optimizer])
+    assert all(p._post_accumulate_grad_hooks for p in weights)
+    updates.end()
+    assert not any(p._post_accumulate_grad_hooks for p in weights)
