@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from types import FrameType
 
 #: modules whose frames may be between a user's line and ours
-_INSIDE = ("amp_compiler", "torch.", "contextlib", "functools")
+_INSIDE = ("amp_compiler", "torch.", "contextlib", "functools", "importlib")
 
 
 def first_line(error: BaseException, *, named: bool = False, limit: int | None = None) -> str:
@@ -24,6 +24,16 @@ def first_line(error: BaseException, *, named: bool = False, limit: int | None =
     if not line:
         return name
     return f"{name}: {line}" if named else line
+
+
+def raised_at(error: BaseException) -> str:
+    """Return the innermost line of the user's code that led to an error, as `` (at file.py:3)``; "" if there is none."""
+    place, trace = "", error.__traceback__
+    while trace is not None:
+        if not trace.tb_frame.f_globals.get("__name__", "").startswith(_INSIDE):
+            place = f" (at {trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})"
+        trace = trace.tb_next
+    return place
 
 
 def suggestion(

@@ -292,8 +292,7 @@ def test_a_scale_that_is_none(scale: Any) -> None:
 def test_a_batch_that_fails_leaves_the_model_as_it_was() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).requires_grad_(False)
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(RuntimeError, match="reduction dim") as raised:
+    with pytest.raises(CalibrationError, match=r"batch 2: input is float32\[2, 7\], but float32\[2, 4\] in batch 1"):
         calibrate(model, [torch.ones(2, 4), torch.ones(2, 7)])
-    assert raised.value.__notes__ == ["This was in batch 2 of the calibration."]
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), before.values(), strict=True))
     assert not any(p.requires_grad for p in model.parameters())
