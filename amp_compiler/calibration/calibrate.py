@@ -240,7 +240,7 @@ def _checked(model: Any, loss_fn: Any, scale: Any) -> Any:
     floats = {p.dtype for p in _parameters(model) if p.is_floating_point()}
     if floats and floats <= {torch.float16, torch.bfloat16}:
         raise CalibrationError(
-            f"The parameters of the model are {' and '.join(sorted(map(dtype_name, floats)))}: their values are rounded "
+            f"The parameters of the model are {' and '.join(sorted(map(dtype_name, floats)))}: they are rounded "
             "already. calibrate measures the fp32 model; load that, or call model.float()."
         )
     if scale is not None and not (isinstance(scale, (int, float)) and 0 < float(scale) < float("inf")):

@@ -85,7 +85,9 @@ def refusal(
     return None
 
 
-def loss_refusal(model: Any, loss_fn: Any, args: Any, kwargs: Any, targets: Any, number: int) -> CalibrationError | None:
+def loss_refusal(
+    model: Any, loss_fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any, number: int
+) -> CalibrationError | None:
     """The same for the loss: call it with the output of the model and the targets."""
     args, kwargs, targets = pytree.tree_map_only(Tensor, torch.clone, (args, dict(kwargs), targets))
     try:

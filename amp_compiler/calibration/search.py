@@ -234,8 +234,8 @@ class _Searching:
         final = self.verified()
         if self.judge.maximize and self.judge.mean == 0 and any(t.metric > 0 for t in self.made):
             warnings.warn(
-                "search_policy: the metric is 0 in fp32 and larger in low precision, as an error is, but a larger metric "
-                "counts as better here: pass maximize=False (--minimize) if it is an error.",
+                "search_policy: the metric is 0 in fp32 and larger in low precision, as an error is, but larger values "
+                "count as better here: pass maximize=False (--minimize) if it is an error.",
                 AmpWarning, stacklevel=users_frame(),
             )  # fmt: skip
         if final is None or not found.complete:

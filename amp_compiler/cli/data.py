@@ -19,7 +19,7 @@ from ..common.errors import AmpWarning, ArgumentError
 MOST_BATCHES = 128
 _FORMS = (
     "a .npz file (one array per argument of the model: arr_0, arr_1 … by position, or by name; 'targets' if there are "
-    "any), a .pt file (a batch, or a list of batches) or file.py:function (returns a batch, or an iterable of batches). "
+    "any), a .pt file (a batch, or a list of batches) or file.py:function (returns a batch, or an iterable of them). "
     "A batch is inputs or (inputs, targets); inputs are a tensor, a tuple of arguments or a dict by name"
 )
 Data = Annotated[

@@ -40,7 +40,7 @@ def traced_line(error: BaseException) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """Return the innermost line of the user's code that led to an error, as `` (at file.py:3)``; "" if there is none."""
+    """Return the innermost line of the user's code that led to an error, as `` (at file.py:3)``; or nothing."""
     place, trace = "", error.__traceback__
     while trace is not None:
         if not trace.tb_frame.f_globals.get("__name__", "").startswith(_INSIDE):

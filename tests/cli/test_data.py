@@ -12,6 +12,7 @@ import torch
 from typer.testing import Result
 
 from amp_compiler import Calibration, load_converted
+from amp_compiler.cli import data
 
 SOURCE = '''
 import torch
@@ -128,7 +129,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "a low model": (["search", "fits.py:low", "--tolerance", "1", "--data", "fits.py:low_batches"], "are bfloat16"),
     "no journal": ([*SEARCH, "--evaluate", "fits.py:distance", "--journal", "notes.txt"], "is not the journal of a"),
     "a read-only place": ([*SEARCH, "--data", "fits.npz", "-o", "/proc/p.toml"], "/proc/p.toml cannot be written"),
-    "evaluate, shape": ([*SEARCH, "--evaluate", "fits.py:other_shape"], "on the fp32 model: RuntimeError: a and b must"),
+    "evaluate, shape": ([*SEARCH, "--evaluate", "fits.py:other_shape"], "fp32 model: RuntimeError: a and b must"),
 }
 
 
@@ -142,13 +143,14 @@ def test_what_does_not_fit(here: Path, run: Run, name: str) -> None:
     assert not (here / "x.pt2").exists()
 
 
-def test_all_batches_that_were_asked_for_are_run(here: Path, run: Run) -> None:
-    done = run("calibrate", "fits.py:Net", "--data", "fits.py:endless", "--most", "130", "--json")
-    assert Calibration.from_json(done.stdout).batches == 130
+def test_all_batches_that_were_asked_for_are_run(here: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "MOST_BATCHES", 3)
+    done = run("calibrate", "fits.py:Net", "--data", "fits.py:endless", "--most", "5", "--json")
+    assert Calibration.from_json(done.stdout).batches == 5
     done = run("calibrate", "fits.py:Net", "--data", "fits.py:endless")
-    assert "Net, float16, 128 batches" in done.stdout
+    assert "Net, float16, 3 batches" in done.stdout
     assert "relu#0" in done.stdout, "two calls of an op in one module are told apart"
-    assert "gives more than 128 batches: the first 128 are used" in done.stderr
+    assert "gives more than 3 batches: the first 3 are used" in done.stderr
 
 
 def test_a_function_that_returns_one_batch(here: Path, run: Run) -> None:
