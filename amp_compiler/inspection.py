@@ -23,6 +23,7 @@ from .capture.export import Exported, capture_export, capture_program
 from .common.errors import ArgumentError, CaptureError
 from .common.logs import log
 from .common.messages import first_line
+from .common.torch_names import pytree
 from .compile import amp_compile
 from .conversion.converted import ConvertedModel
 from .cost.device import Device
@@ -277,8 +278,9 @@ def _of_dynamo(
 def check_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise if the model itself cannot be called with these inputs: its own error says more than a tracer's."""
     try:
+        own_args, own_kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (tuple(args), dict(kwargs)))
         with torch.no_grad():
-            model(*args, **kwargs)
+            model(*own_args, **own_kwargs)  # which may write to its inputs
     except Exception as error:  # the user's code may raise anything
         raise ArgumentError(f"The model cannot be called with these inputs: {first_line(error, named=True)}") from error
 

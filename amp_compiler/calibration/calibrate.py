@@ -6,16 +6,17 @@ import contextlib
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from ..capture.dynamo import with_own_code
-from ..common.errors import AmpWarning, CalibrationError
+from ..common.errors import AmpError, AmpWarning, CalibrationError
 from ..common.messages import users_frame
 from ..common.torch_names import no_autocast, pytree
-from ..policy import Policy, check_low_dtype
+from ..policy import Policy, check_low_dtype, dtype_name
 from ..policy.scopes import original_of
 from ..runtime.arguments import call_arguments, split_batch
 from ..runtime.backend import Backend
@@ -29,6 +30,7 @@ from ..training.results import check_loss, check_loss_fn, split
 from .calibration import Calibration
 from .ranks import are_several, over_ranks
 from .recorder import Recorder
+from .refusal import kinds, loss_refusal, refusal
 from .scale import best_scale, with_scale
 
 #: batches that are taken from a source that does not say how many it has
@@ -70,7 +72,8 @@ def calibrate(
         A ``Calibration``, with one row per op.
 
     Raises:
-        CalibrationError: If there is no batch, or if another process failed.
+        CalibrationError: If there is no batch, if the model or the loss cannot be called with one (the error says which
+            input it is, its shape and the expected one), or if another process failed.
 
     Examples:
         >>> import torch
@@ -82,11 +85,20 @@ def calibrate(
         >>> [(row.op, row.module) for row in found.rows if row.overflow]
         [('linear', '0'), ('relu', '1')]
     """
+    return run_calibration(model, batches, loss_fn, dtype, scale, all_ranks)
+
+
+def run_calibration(
+    model: Any, batches: Iterable[Any], loss_fn: Any, dtype: torch.dtype | str, scale: float | None = None,
+    all_ranks: bool = True, example: Mapping[str, str] = MappingProxyType({}),
+) -> Calibration:  # fmt: skip
+    """Calibrate a model; the arguments are those of ``calibrate``. ``example``: the ``kinds`` of inputs that the model
+    is known to take, for the error if it does not take a batch."""
     low = check_low_dtype(dtype)
     model = _checked(model, loss_fn, scale)
     gathers = all_ranks and are_several()
     try:
-        found = _measure(model, batches, loss_fn, low, 1.0 if scale is None else float(scale))
+        found = _measure(model, batches, loss_fn, low, 1.0 if scale is None else float(scale), example)
     except Exception:  # the other processes wait for this one's rows: they are told, and the error goes on
         if gathers:
             with contextlib.suppress(CalibrationError):
@@ -98,13 +110,14 @@ def calibrate(
 
 
 def _measure(
-    model: Any, batches: Iterable[Any], loss_fn: Callable[[Any, Any], Any] | None, low: torch.dtype, scale: float
-) -> Calibration:
+    model: Any, batches: Iterable[Any], loss_fn: Callable[[Any, Any], Any] | None, low: torch.dtype, scale: float,
+    example: Mapping[str, str],
+) -> Calibration:  # fmt: skip
     holder = Holder(model, loss_fn)
     held = frozenset(id(where[name]) for where, name in holder.attributes())
     recorder = Recorder(low, scale, held)
     run = _Run(model, loss_fn, recorder)
-    count = 0
+    count, known, where = 0, example, "in the example inputs"
     with undisturbed(holder, _device(model)), _some_gradient(model):
         for batch in _bounded(batches):
             count += 1
@@ -113,15 +126,25 @@ def _measure(
             args, kwargs = call_arguments(inputs)
             try:
                 run(args, kwargs, targets)
+            except AmpError:
+                raise
             except Exception as error:
+                refused = refusal(model, args, kwargs, count, known, where)
+                if refused is None and loss_fn is not None:
+                    refused = loss_refusal(model, loss_fn, args, kwargs, targets, count)
+                if refused is not None:
+                    raise refused from refused.__cause__
                 error.add_note(f"This was in batch {count} of the calibration.")
                 raise
+            known, where = kinds(model, args, kwargs), f"in batch {count}"
     if count == 0:
         raise CalibrationError(
             "The source of batches is empty: pass at least one (inputs, targets). A generator can be used only once."
         )
     if not recorder.entries:
-        raise CalibrationError("No op of the model was captured, so there is nothing to measure: see the warnings.")
+        given = ", ".join(f"{name} is {text}" for name, text in known.items())
+        raise CalibrationError(f"No op of the model was captured with any values, so nothing was measured: {given}.")
+    run.warn()
     name = type(model).__name__ if isinstance(model, nn.Module) else ""
     rows = recorder.rows(run.has_gradients, run.has_loss)
     return Calibration(rows, low, scale, count, name, run.has_loss)
@@ -145,6 +168,7 @@ class _Run:
     def __init__(self, model: Any, loss_fn: Any, recorder: Recorder) -> None:
         self.model, self.loss_fn, self.recorder = model, loss_fn, recorder
         self.has_loss, self.has_gradients = loss_fn is not None, False
+        self.not_a_number: list[str] = []  # batches with NaN in their loss or outputs, in words
         options, state = Options(Policy("O0", recorder.dtype), backend="eager"), State()
         self.captured = Captured(self._function(), model, options, state, _Backend(model, options, state, recorder))
         self.generator = torch.Generator().manual_seed(0)
@@ -166,6 +190,8 @@ class _Run:
                 outputs = [result]
             else:
                 outputs = self._outputs(result)
+            if any(bool(t.isnan().any()) for t in outputs):
+                self._note(args, kwargs)
             outputs = [t for t in outputs if t.requires_grad]
             leaves = [t for t in (*_parameters(self.model), *_parameters(self.loss_fn)) if t.requires_grad]
             leaves += [t for t in pytree.tree_leaves((args, kwargs)) if is_float(t) and t.requires_grad]
@@ -175,6 +201,22 @@ class _Run:
             directions = [torch.ones_like(t) if self.has_loss else self._random(t) for t in outputs]
             torch.autograd.grad(outputs, leaves, directions, allow_unused=True)
             self.has_gradients = True
+
+    def _note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Remember a batch that gives NaN, and whether it has NaN itself."""
+        bad = any(is_float(t) and bool(t.isnan().any()) for t in pytree.tree_leaves((args, kwargs)))
+        self.not_a_number.append(f"batch {self.recorder.batch}{', which has NaN in its inputs,' if bad else ''}")
+
+    def warn(self) -> None:
+        """Warn about what cannot be measured."""
+        if self.not_a_number:
+            what = "the loss" if self.has_loss else "the model's output"
+            more = f" (and of {len(self.not_a_number) - 1} more)" if len(self.not_a_number) > 1 else ""
+            warnings.warn(
+                f"amp_compiler: in fp32, {what} of {self.not_a_number[0]}{more} is NaN. Values and gradients that are "
+                "NaN are in no range and in no sensitivity: leave these batches out, or correct the model.",
+                AmpWarning, stacklevel=users_frame(),
+            )  # fmt: skip
 
     def _outputs(self, result: Any) -> list[Tensor]:
         """Return the loss that the model returned, or else all its floating-point outputs."""
@@ -195,6 +237,12 @@ def _checked(model: Any, loss_fn: Any, scale: Any) -> Any:
     if isinstance(model, type) or not callable(model):
         raise CalibrationError(f"calibrate takes a torch.nn.Module or a function, not {model!r}.")
     check_loss_fn(loss_fn)
+    floats = {p.dtype for p in _parameters(model) if p.is_floating_point()}
+    if floats and floats <= {torch.float16, torch.bfloat16}:
+        raise CalibrationError(
+            f"The parameters of the model are {' and '.join(sorted(map(dtype_name, floats)))}: they are rounded "
+            "already. calibrate measures the fp32 model; load that, or call model.float()."
+        )
     if scale is not None and not (isinstance(scale, (int, float)) and 0 < float(scale) < float("inf")):
         raise CalibrationError(f"scale must be a positive number or None, not {scale!r}.")
     return original_of(model) if isinstance(model, nn.Module) else model

@@ -193,4 +193,5 @@ def _row(data: Any) -> Row:
         operands=tuple(_range(r) for r in _typed(data, "operands", list)),
         number=None if data["number"] is None else _count(data, "number"),
         operand_gradients=tuple(_range(r) for r in _typed(data, "operand_gradients", list)),
+        cancellation=_number(data, "cancellation") if "cancellation" in data else 0.0,  # older files have none
     )  # fmt: skip

@@ -142,7 +142,7 @@ def with_calibration(work: Work, calibration: Calibration, dtype: torch.dtype) -
     for item in work.items:
         row = rows.get(item.name)
         if row is not None:
-            why = bounds.forward(row) or bounds.backward(row, calibration.scale)
+            why = bounds.forward(row) or bounds.backward(row, calibration.scale) or bounds.cancels(row)
             gain = 1 / len(work.items) + (item.cost / work.total if work.total else 0.0)
             danger = row.sensitivity / gain if why is None else bounds.excess(row)
             item = dataclasses.replace(item, danger=danger, suspect=why is not None,

@@ -86,12 +86,14 @@ class Journal:
         except OSError as failure:
             raise SearchError(f"The journal {path} cannot be read: {failure.strerror or failure}.") from failure
         whole = data[: data.rfind(b"\n") + 1]
+        if whole and not _is_header(whole):
+            raise SearchError(f"{path} is not the journal of a search: choose another path. Nothing was changed.")
         lines = [self._line(number, line) for number, line in enumerate(whole.split(b"\n")[:-1], 1)]
         if not lines and self.header_begins_with(data):
             self._cut(path, 0)
             self._append(self.header)
             return
-        if not lines or lines[0].get("kind") != _KIND:
+        if not lines:
             raise SearchError(f"{path} is not the journal of a search: choose another path.")
         self._check(lines[0])
         for number, line in enumerate(lines[1:], 2):
@@ -138,6 +140,15 @@ class Journal:
         """Drop a last line that was not written to its end."""
         if path.stat().st_size > size:
             os.truncate(path, size)
+
+
+def _is_header(data: bytes) -> bool:
+    """True if the first line is the header of a journal, of whatever search."""
+    try:
+        found = json.loads(data[: data.find(b"\n")])
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and found.get("kind") == _KIND
 
 
 def key_of(fp32: Collection[int], count: int) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,7 @@ class Effect:
     gradient: Tally
     change: float = 0.0
     trained: bool = True
+    largest_part: float = 0.0  # magnitude of the gradients that are added up to this one, where there are several
 
 
 @dataclass
@@ -54,15 +56,22 @@ class Entry:
     gradients: dict[int, Range] = field(default_factory=dict)  # of its operands
     own_change: float = 0.0  # that rounding its result makes
     operand_change: float = 0.0
+    largest_part: float = 0.0  # as in ``Effect``, over all batches
 
     def end_batch(self, new: Effect) -> None:
         """Add what the backward of this batch showed; ``new`` is for the next one."""
         self.gradient = self.gradient.merged(self.effect.gradient.range)
         self.own_change += self.effect.change
+        self.largest_part = max(self.largest_part, self.effect.largest_part)
         for place, effect in self.given.values():
             self.gradients[place] = self.gradients.get(place, Range()).merged(effect.gradient.range)
             self.operand_change += effect.change
         self.effect, self.given = new, {}
+
+    @property
+    def cancellation(self) -> float:
+        """How many times as large as the gradient of its result the parts are that this is the sum of."""
+        return self.largest_part / self.gradient.max_abs if self.gradient.max_abs else 0.0
 
     def change(self, *, rounds_once: bool) -> float:
         """Return the squared change of the loss if the op runs low: its operands and its result are rounded."""
@@ -109,6 +118,9 @@ class Recorder:
         self.untrained.clear()
 
     def end_batch(self) -> None:
+        for (_, source), use in self.uses.items():
+            whole = self.effects[source]
+            whole.largest_part = max(whole.largest_part, use.gradient.range.max_abs)
         for entry in self.entries.values():
             entry.end_batch(self._new_effect())
 
@@ -154,6 +166,19 @@ class Recorder:
             effect = self.uses.get((reader, source)) or self._new_effect()
             effect.trained = self.effects[source].trained
             self.uses[reader, source] = self._effect_of([alias], effect)
+        return alias
+
+    def part(self, source: fx.Node, value: Tensor) -> Tensor:
+        """Return an alias of a value for one of several places in the arguments of an op. Rounding the value changes
+        all of them at once, so only the size of its gradient is seen apart."""
+        alias, whole = value.view_as(value), self.effects.get(source)
+        if whole is not None and not self.recomputing:
+
+            def see(gradient: Tensor) -> None:
+                found = range_of(gradient, self.dtype, self.scale, self.batch).max_abs
+                whole.largest_part = max(whole.largest_part, found)
+
+            alias.register_hook(see)
         return alias
 
     def _entry(self, node: fx.Node) -> Entry:
@@ -227,6 +252,7 @@ class Recorder:
                 e.gradient if has_loss else None,
                 tuple(e.operands[place] for place in sorted(e.operands)), number,
                 tuple(e.gradients.get(place, Range()) for place in sorted(e.operands)) if has_loss else (),
+                e.cancellation if has_loss else 0.0,
             )
             for (module, op, source, number), e in self.entries.items()
         )  # fmt: skip
@@ -272,10 +298,15 @@ class _Recording(Watching):
         if n.op != "call_function" or ir.is_higher_order(n) or ir.mutated_args(n) or not _has_schema(n):
             return super().fetch_args_kwargs_from_env(n)
 
+        times = Counter(a for a in pytree.tree_leaves((n.args, n.kwargs)) if isinstance(a, fx.Node))
+
         def load(source: fx.Node) -> Any:
             value = self.env[source]
-            shared = len(source.users) > 1 and is_float(value) and value.requires_grad
-            return self.watcher.apart(n, source, value) if shared else value
+            if not is_float(value) or not value.requires_grad:
+                return value
+            if len(source.users) > 1:
+                return self.watcher.apart(n, source, value)
+            return self.watcher.part(source, value) if times[source] > 1 else value
 
         found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(fx.Node, load, (n.args, n.kwargs))
         return found

@@ -29,6 +29,8 @@ class Row:
         number: Which of its module's calls of this op it is, counted from 0 in the graph that has it.
         operand_gradients: The ranges of the gradients of its arguments, parameters included, which its backward
             computes, in the order of ``operands``; empty for an argument that training computes none for.
+        cancellation: How many times as large as the gradient of its result the parts are that this is the sum of, where
+            the result is read in several places; 0 where it is not.
     """
 
     node: str
@@ -41,6 +43,7 @@ class Row:
     operands: tuple[Range, ...] = ()
     number: int | None = None
     operand_gradients: tuple[Range, ...] = ()
+    cancellation: float = 0.0
 
     @property
     def max_abs(self) -> float:
@@ -75,6 +78,7 @@ class Row:
             gradient=_both(self.gradient, other.gradient),
             operands=_each(self.operands, other.operands),
             operand_gradients=_each(self.operand_gradients, other.operand_gradients),
+            cancellation=max(self.cancellation, other.cancellation),
         )  # fmt: skip
 
     def __str__(self) -> str:

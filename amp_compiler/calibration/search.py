@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..common.errors import AmpError, AmpWarning, ArgumentError, SearchError
-from ..common.messages import first_line, users_frame
+from ..common.messages import raised_at, traced_line, users_frame
 from ..cost.devices import find
 from ..policy import Policy, check_level, check_low_dtype, dtype_name
 from .bisect import Exhausted, Found, find_largest
@@ -135,8 +135,8 @@ class _Trials:
             kept = f" {self.journal.recorded} evaluations are in {self.journal.path}: start the search again with it " \
                    "to continue." if self.journal.path is not None else ""  # fmt: skip
             raise SearchError(
-                f"evaluate raised an exception on {what}: {first_line(error, named=True)}. Correct it, or return "
-                f"float('nan') for a model that does not work.{kept}"
+                f"evaluate raised an exception on {what}: {traced_line(error)}{raised_at(error)}. Correct "
+                f"it, or return float('nan') for a model that does not work.{kept}"
             ) from error
         finally:
             changed = self.guard.restore()
@@ -207,6 +207,11 @@ def _work(trials: _Trials, objective: Objective, low: torch.dtype) -> Work:
             "the original model."
         )
     work = find_work(graphs, objective, low)
+    if not work.items:
+        raise SearchError(
+            f"Level {trials.base.level} runs no op of this model in {dtype_name(low)}, so there is nothing to search. "
+            "Pass the fp32 model; its report (amp_compile(model, level).report()) says why each op has its precision."
+        )
     trials.journal.set_items([{"total": work.total}, *(item.to_dict() for item in work.items)])
     trials.journal.keep(key, value, time.perf_counter() - start)
     return work
@@ -227,6 +232,12 @@ class _Searching:
         suspects = sum(item.suspect for item in self.work.items)
         found = find_largest(self.ordered, self.holds, suspects=suspects, groups=groups)
         final = self.verified()
+        if self.judge.maximize and self.judge.mean == 0 and any(t.metric > 0 for t in self.made):
+            warnings.warn(
+                "search_policy: the metric is 0 in fp32 and larger in low precision, as an error is, but larger values "
+                "count as better here: pass maximize=False (--minimize) if it is an error.",
+                AmpWarning, stacklevel=users_frame(),
+            )  # fmt: skip
         if final is None or not found.complete:
             self.warn(final)
         return self.result(found, final)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..common.errors import ArgumentError
-from ..common.files import check_target
+from ..common.files import check_writable
 from . import common as c
 from .data import Data
 
@@ -23,6 +23,7 @@ EXAMPLES = (
 )
 EPILOG = c.examples(EXAMPLES)
 
+_MOST = "Run so many batches; at most 128 otherwise."
 BatchSize = Annotated[
     int | None, typer.Option("--batch-size", min=1, help="Split the batches of files.", show_default=False)
 ]
@@ -43,7 +44,7 @@ def run(
     scale: Annotated[
         float | None, typer.Option("--scale", help="The loss scale to judge gradients at.", show_default=False)
     ] = None,
-    most: Annotated[int | None, typer.Option("--most", min=1, help="Run so many batches.", show_default=False)] = None,
+    most: Annotated[int | None, typer.Option("--most", min=1, help=_MOST, show_default=False)] = None,
     batch_size: BatchSize = None,
     evaluate: Annotated[bool, typer.Option("--eval", help="Put the model in eval mode first.")] = False,
     output: c.Output = None,
@@ -58,10 +59,11 @@ def run(
 ) -> None:
     for path in (output, policy):
         if path is not None:
-            check_target(path)
+            check_writable(path)
     with c.progress(quiet) as tell, contextlib.ExitStack() as stack:
         tell("loading torch")
-        from ..calibration.calibrate import calibrate
+        from ..calibration.calibrate import run_calibration
+        from ..calibration.refusal import kinds
         from ..policy import Policy
         from .data import load_batches
         from .target import load, load_attribute
@@ -70,14 +72,16 @@ def run(
         loaded = load(target, inputs, needs_inputs=not data)
         if loaded.model is None:
             raise ArgumentError(f"{target} is a saved program: pass the fp32 model that it was made from.")
-        batches: Iterable[Any] = load_batches(data) if data else [(loaded.kwargs or loaded.args, None)]
+        whole = None if batch_size is not None else most  # a part of a batch counts as a batch
+        batches: list[Any] = load_batches(data, whole) if data else [(loaded.kwargs or loaded.args, None)]
         if batch_size is not None:
-            batches = (part for batch in batches for part in _parts(batch, batch_size))
+            batches = list(itertools.islice((part for batch in batches for part in _parts(batch, batch_size)), most))
         loss_fn = None if loss is None else load_attribute(loss)
         model = stack.enter_context(c.eval_mode(loaded.model)) if evaluate else loaded.model
         with c.hushed():
-            chosen = itertools.islice(_counted(batches, tell), most)
-            found = calibrate(model, chosen, loss_fn, dtype=dtype, scale=scale)
+            found = run_calibration(
+                model, _Told(batches, tell), loss_fn, dtype, scale, example=kinds(model, loaded.args, loaded.kwargs)
+            )
         if output is not None:
             found.save(output)
         if policy is not None:
@@ -88,10 +92,19 @@ def run(
         c.write(str(found), None)
 
 
-def _counted(batches: Iterable[Any], tell: Callable[[str], None]) -> Iterator[Any]:
-    for number, batch in enumerate(batches, 1):
-        tell(f"batch {number}")
-        yield batch
+class _Told:
+    """Batches that show their number when they are asked for. They have a length, so all of them are taken."""
+
+    def __init__(self, batches: Sequence[Any], tell: Callable[[str], None]) -> None:
+        self.batches, self.tell = batches, tell
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, batch in enumerate(self.batches, 1):
+            self.tell(f"batch {number} of {len(self.batches)}")
+            yield batch
 
 
 def _parts(batch: Any, size: int) -> Iterator[Any]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..common.errors import ArgumentError
-from ..common.files import check_target
+from ..common.files import check_writable
 from . import common as c
-from .data import Data, load_batches, relative_error
+from .data import Data, Kinds, load_batches, relative_error
 from .search import by_error
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def run(
         raise ArgumentError("There is no output file: add -o model.pt2 or --onnx model.onnx.")
     for path in (output, onnx):
         if path is not None:
-            check_target(path)
+            check_writable(path)
     if (tolerance is None) != (not data):
         raise ArgumentError("--tolerance needs --data to measure on, and --data needs --tolerance.")
     if tolerance is not None and (policy or low or fp32 or exclude):
@@ -76,30 +77,40 @@ def run(
     request = c.Request(target, inputs, level, dtype, policy, low, fp32, exclude, disable=tuple(disable))
     with c.progress(quiet) as tell, contextlib.ExitStack() as stack:
         tell("loading torch")
+        from ..calibration.refusal import kinds
         from ..conversion.convert import convert_model
         from ..inspection import check_call
+        from ..runtime.arguments import call_arguments
         from .target import load
 
         tell(f"loading {target}")
-        loaded = load(target, inputs)
+        loaded = load(target, inputs, needs_inputs=not data)
         if loaded.model is None:
             raise ArgumentError(f"{target} is a saved program already: pass the model that it was made from.")
         model = stack.enter_context(c.eval_mode(loaded.model))
-        check_call(model, loaded.args, loaded.kwargs)
+        stack.enter_context(c.hushed())
         batches = load_batches(data) if data else []
+        if batches and not loaded.args and not loaded.kwargs:
+            loaded.args, loaded.kwargs = call_arguments(batches[0][0])
+        else:
+            check_call(model, loaded.args, loaded.kwargs)
         if tolerance is None:
             chosen = request.policy_for(model)
         else:
-            searched = by_error(model, batches, tolerance, level, dtype, tell)
+            example = kinds(model, loaded.args, loaded.kwargs)
+            metric = relative_error(model, batches, example)
+            tell("exporting")  # a model that cannot be exported is told before the search
+            plain = convert_model(model, loaded.args, loaded.kwargs, "O0", dynamic_shapes=loaded.dynamic_shapes)
+            _check_shapes(plain, model, batches, example)
+            searched = by_error(model, batches, metric, tolerance, level, dtype, tell)
             chosen = searched.policy
         tell("converting")
-        with c.hushed():
-            converted = convert_model(
-                model, loaded.args, loaded.kwargs, chosen.level, policy=chosen, cast_params=cast_params,
-                keep_io_dtypes=keep_io, dynamic_shapes=loaded.dynamic_shapes, disable_passes=disable,
-            )  # fmt: skip
+        converted = convert_model(
+            model, loaded.args, loaded.kwargs, chosen.level, policy=chosen, cast_params=cast_params,
+            keep_io_dtypes=keep_io, dynamic_shapes=loaded.dynamic_shapes, disable_passes=disable,
+        )  # fmt: skip
         if tolerance is not None:
-            error = relative_error(model, batches)(converted)
+            error = metric(converted)
             if not error <= tolerance:
                 raise ArgumentError(
                     f"The converted program's error on the data is {error:.3g}, above the tolerance: nothing was "
@@ -124,6 +135,31 @@ def run(
         c.show(_lines(found, converted, full, c.console().width))
 
 
+def _check_shapes(plain: ConvertedModel, model: Any, batches: Sequence[Any], example: Kinds) -> None:
+    """Raise if the exported program does not take a batch that the model takes: its sizes are those of the example
+    inputs, apart from those that may change."""
+    import torch
+
+    from ..calibration.refusal import kinds
+    from ..common.torch_names import pytree
+    from ..runtime.arguments import call_arguments
+
+    for number, (inputs, _) in enumerate(batches, 1):
+        args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, call_arguments(inputs))
+        try:
+            plain(*args, **kwargs)
+        except Exception as error:  # torch.export raises several classes
+            given = kinds(model, args, kwargs).items()
+            differ = [f"{name} is {text}, but {example.get(name, 'absent')}" for name, text in given
+                      if example.get(name) != text]  # fmt: skip
+            if not differ:
+                raise
+            raise ArgumentError(
+                f"The exported program does not take batch {number} of the data: {', '.join(differ)} in the example "
+                "inputs. Give --input the sizes of the data, with * after those that may change (8*x16)."
+            ) from error
+
+
 def summary(converted: ConvertedModel, model: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     """Summarize a conversion: weights, ops by precision, and the largest error against fp32 on the example inputs."""
     import torch
@@ -134,10 +170,13 @@ def summary(converted: ConvertedModel, model: Any, args: Any, kwargs: Any) -> di
         leaves = pytree.tree_leaves(values)
         return [v.detach().double() for v in leaves if isinstance(v, torch.Tensor) and v.is_floating_point()]
 
-    args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (tuple(args), dict(kwargs)))
+    def called(net: Any) -> list[torch.Tensor]:
+        own_args, own_kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (tuple(args), dict(kwargs)))
+        return floats(net(*own_args, **own_kwargs))  # a model may write to its inputs
+
     with torch.no_grad():
-        wanted = floats(model(*args, **kwargs))
-    given = floats(converted(*args, **kwargs))
+        wanted = called(model)
+    given = called(converted)
     error = signal = noise = 0.0
     for a, b in zip(wanted, given, strict=True):
         error = max(error, float((a - b).abs().max()) if a.numel() else 0.0)

@@ -41,7 +41,8 @@ def run(
     exclude: c.Exclude = [],  # noqa: B006
     calibration: Annotated[
         Path | None,
-        typer.Option("--calibration", metavar="FILE", help="Also state measured ranges.", show_default=False),
+        typer.Option("--calibration", metavar="FILE", show_default=False,
+                     help="Also state measured ranges. Its dtype is the default of --dtype."),
     ] = None,
     device: c.Device = None,
     capture: c.Capture = "auto",
@@ -57,6 +58,8 @@ def run(
         from ..calibration.calibration import Calibration
 
         measured = Calibration.load(calibration)
+        if not dtype and policy is None:  # its figures are about this one
+            dtype = str(measured.dtype).removeprefix("torch.")
     request = c.Request(target, inputs, level, dtype, policy, low, fp32, exclude, graph, capture, tuple(disable),
                         device)  # fmt: skip
     found = c.inspect(request, quiet)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..common.errors import ArgumentError
-from ..common.files import check_target
+from ..common.files import check_writable
 from . import common as c
-from .data import Data, evaluate_function, load_batches, relative_error
+from .data import Data, Kinds, evaluate_function, load_batches, relative_error
 
 if TYPE_CHECKING:
     from ..calibration.result import Search
@@ -51,7 +51,7 @@ def run(
         ),
     ] = None,
     level: c.Level = START,
-    dtype: c.Dtype = "float16",
+    dtype: Annotated[str, typer.Option("--dtype", "-d", help="float16 or bfloat16.")] = "float16",
     objective: Annotated[
         str, typer.Option("--objective", help="What counts as work: flops, bytes, or the time on a device (a100_80).")
     ] = "flops",
@@ -77,23 +77,31 @@ def run(
         raise ArgumentError("There is no metric: add --evaluate file.py:function, or --data to compare with fp32.")
     for path in (output, plot, journal):
         if path is not None:
-            check_target(path)
+            check_writable(path)
     with c.progress(quiet) as tell, contextlib.ExitStack() as stack:
         tell("loading torch")
         from ..calibration.calibration import Calibration
         from ..search import search_policy
 
-        model = stack.enter_context(c.eval_mode(load_model(target, inputs, tell)))
+        stack.enter_context(c.hushed())
+        model, example = load_model(target, inputs, tell)
+        stack.enter_context(c.eval_mode(model))
         known = Calibration.load(calibration) if calibration is not None else None
         batches = load_batches(data) if data else []
-        metric = evaluate_function(evaluate) if evaluate else relative_error(model, batches)
+        metric = evaluate_function(evaluate) if evaluate else relative_error(model, batches, example)
         if batches and known is None:
-            known = measured(model, batches, dtype, tell)
+            known = measured(model, batches, dtype, tell, example)
         tell("searching")
-        found = search_policy(
-            model, telling(metric, tell), tolerance=tolerance, maximize=maximize and bool(evaluate), dtype=dtype,
-            level=level, calibration=known, objective=objective, budget=budget, journal=journal,
-        )  # fmt: skip
+        try:
+            found = search_policy(
+                model, telling(metric, tell), tolerance=tolerance, maximize=maximize and bool(evaluate), dtype=dtype,
+                level=level, calibration=known, objective=objective, budget=budget, journal=journal,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            kept = f"every evaluation so far is in {journal}: the same command continues" if journal is not None else (
+                "nothing was kept; with --journal FILE, a search that is started again continues")  # fmt: skip
+            typer.echo(f"amp-compiler: stopped; {kept}.", err=True)
+            raise typer.Exit(130) from None  # as shells tell it
     if output is not None:
         found.to_file(output)
     if plot is not None:
@@ -104,23 +112,24 @@ def run(
         c.write(str(found), None)
 
 
-def load_model(target: str, inputs: Sequence[str], tell: Callable[[str], None]) -> Any:
-    """Return the model that a TARGET names; a search needs no example inputs."""
+def load_model(target: str, inputs: Sequence[str], tell: Callable[[str], None]) -> tuple[Any, Kinds]:
+    """Return the model that a TARGET names, and of its example inputs the kinds; a search needs none."""
+    from ..calibration.refusal import kinds
     from .target import load
 
     tell(f"loading {target}")
     loaded = load(target, inputs, needs_inputs=False)
     if loaded.model is None:
         raise ArgumentError(f"{target} is a saved program already: pass the model that it was made from.")
-    return loaded.model
+    return loaded.model, kinds(loaded.model, loaded.args, loaded.kwargs)
 
 
-def measured(model: Any, batches: Sequence[Any], dtype: str, tell: Callable[[str], None]) -> Any:
+def measured(model: Any, batches: Sequence[Any], dtype: str, tell: Callable[[str], None], example: Kinds) -> Any:
     """Return a calibration of the model on the batches, without a loss."""
-    from ..calibration.calibrate import calibrate
+    from ..calibration.calibrate import run_calibration
 
     tell("calibrating")
-    return calibrate(model, [(inputs, None) for inputs, _ in batches], dtype=dtype)
+    return run_calibration(model, [(inputs, None) for inputs, _ in batches], None, dtype, example=example)
 
 
 def telling(metric: Callable[[Any], float], tell: Callable[[str], None]) -> Callable[[Any], float]:
@@ -136,14 +145,16 @@ def telling(metric: Callable[[Any], float], tell: Callable[[str], None]) -> Call
 
 
 def by_error(
-    model: Any, batches: Sequence[Any], tolerance: float, level: str, dtype: str, tell: Callable[[str], None]
-) -> Search:
-    """Search for a policy whose outputs on the batches are within a relative error of fp32's, for ``convert``."""
+    model: Any, batches: Sequence[Any], metric: Callable[[Any], float], tolerance: float, level: str, dtype: str,
+    tell: Callable[[str], None],
+) -> Search:  # fmt: skip
+    """Search for a policy whose outputs on the batches are within a relative error of fp32's, for ``convert``.
+    ``metric``: that of ``relative_error``."""
     from ..policy import DEFAULT_LEVEL
     from ..search import search_policy
 
     low = dtype or "float16"
     return search_policy(
-        model, telling(relative_error(model, batches), tell), tolerance=tolerance, maximize=False, dtype=low,
-        level=START if level == DEFAULT_LEVEL else level, calibration=measured(model, batches, low, tell),
+        model, telling(metric, tell), tolerance=tolerance, maximize=False, dtype=low,
+        level=START if level == DEFAULT_LEVEL else level, calibration=measured(model, batches, low, tell, {}),
     )  # fmt: skip

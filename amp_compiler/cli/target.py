@@ -7,7 +7,6 @@ import importlib.util
 import inspect
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 
 from ..common.errors import ArgumentError
+from ..common.messages import raised_at
 from ..conversion.converted import ConvertedModel
 from ..conversion.loading import load_any
 
@@ -101,15 +101,13 @@ def _import(where: str) -> ModuleType:
     except ArgumentError:
         raise
     except (Exception, SystemExit) as error:  # the user's code may raise anything
-        raise ArgumentError(f"{where} cannot be imported: {_raised(error)}") from error
+        raise ArgumentError(f"{where} cannot be imported: {raised(error)}") from error
 
 
-def _raised(error: BaseException) -> str:
+def raised(error: BaseException) -> str:
     """Return the error and the line of the user's code that raised it."""
     text = " ".join(str(error).split())
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
-    frames = [f for f in frames if os.path.dirname(__file__) not in f.filename]
-    at = f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    at = raised_at(error)
     return f"{type(error).__name__}: {text}{at}" if text else f"{type(error).__name__}{at}"
 
 
@@ -135,7 +133,7 @@ def _model(found: Any, target: str) -> Loaded:
         try:
             found = found()
         except Exception as error:  # the user's code may raise anything
-            raise ArgumentError(f"{target}() failed: {_raised(error)}") from error
+            raise ArgumentError(f"{target}() failed: {raised(error)}") from error
     args: Any = ()
     kwargs: Any = {}
     if isinstance(found, (tuple, list)):

@@ -32,6 +32,17 @@ def check_target(
     return target
 
 
+def check_writable(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a file that is going to be written after long work; raise if its folder takes no new file."""
+    target = check_target(path)
+    try:
+        with tempfile.TemporaryFile(dir=os.path.realpath(target.absolute().parent)):
+            pass
+    except OSError as failure:
+        raise ArgumentError(f"{_not_written('', path)}: {failure.strerror or failure}.") from failure
+    return target
+
+
 @contextlib.contextmanager
 def replacing(
     path: str | os.PathLike[str], *, what: str = "", error: type[AmpError] = ArgumentError, example: str = ""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 from collections.abc import Iterable
 from types import FrameType
 
+#: what Dynamo says if an op fails while it is traced
+_OF_AN_OP = re.compile(r"Dynamo failed to run FX node.*: got (\w+)\((['\"])(.*)\2\)")
 #: modules whose frames may be between a user's line and ours
-_INSIDE = ("amp_compiler", "torch.", "contextlib", "functools")
+_INSIDE = ("amp_compiler", "torch.", "contextlib", "functools", "importlib")
 
 
 def first_line(error: BaseException, *, named: bool = False, limit: int | None = None) -> str:
@@ -24,6 +27,26 @@ def first_line(error: BaseException, *, named: bool = False, limit: int | None =
     if not line:
         return name
     return f"{name}: {line}" if named else line
+
+
+def traced_line(error: BaseException) -> str:
+    """Return the class and the first line of an error; of one of Dynamo about an op, those of the op's own error.
+
+    >>> traced_line(RuntimeError("Dynamo failed to run FX node with fake tensors: call_function: got TypeError('no')"))
+    'TypeError: no'
+    """
+    inner = _OF_AN_OP.search(str(error))
+    return f"{inner[1]}: {inner[3]}" if inner else first_line(error, named=True)
+
+
+def raised_at(error: BaseException) -> str:
+    """Return the innermost line of the user's code that led to an error, as `` (at file.py:3)``; or nothing."""
+    place, trace = "", error.__traceback__
+    while trace is not None:
+        if not trace.tb_frame.f_globals.get("__name__", "").startswith(_INSIDE):
+            place = f" (at {trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})"
+        trace = trace.tb_next
+    return place
 
 
 def suggestion(

@@ -17,6 +17,8 @@ from .dtypes import dtype_name
 from .levels import Treatment
 from .ops.row import OpClass, Row
 
+#: the largest error of a gradient, as a share of it, that leaves two of its bits
+_LEAST_BITS = 0.25
 _SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -52,6 +54,8 @@ class Measured(Protocol):
     def operand_gradients(self) -> Sequence[Range]: ...
     @property
     def sensitivity(self) -> float: ...
+    @property
+    def cancellation(self) -> float: ...
 
 
 class Measurements(Protocol):
@@ -96,6 +100,7 @@ def rules_for(
         why = bounds.forward(row)
         if why is None and (why := bounds.backward(row, calibration.scale)) is not None and _is_low(state):
             lost += 1
+        why = why or bounds.cancels(row)
         if why is not None:
             if not _is_fp32(state):
                 found[row.module, row.op, number] = CallRule(row.module, row.op, "float32", number, why)
@@ -117,6 +122,7 @@ class Bounds:
     def __init__(self, low: torch.dtype, margin: float) -> None:
         self.name, self.margin = _SHORT[low], margin
         self.largest, self.smallest = torch.finfo(low).max, torch.finfo(low).smallest_normal
+        self.roundoff = torch.finfo(low).eps / 2
         self.zero = self.smallest * torch.finfo(low).eps / 2  # what is not larger is rounded to zero
 
     def forward(self, row: Measured) -> str | None:
@@ -142,11 +148,19 @@ class Bounds:
                         f"{self.smallest:.2g}")  # fmt: skip
         return None
 
+    def cancels(self, row: Measured) -> str | None:
+        """Return why a gradient that is a sum would be lost to the rounding of its parts: fewer than two of its bits
+        would be left. None if it is not."""
+        if row.cancellation * self.roundoff * self.margin < _LEAST_BITS:
+            return None
+        return (f"its gradient is a sum that cancels: its parts are {row.cancellation:.2g} times as large, and "
+                f"{self.name} rounds them by up to 1 in {1 / self.roundoff:g}")  # fmt: skip
+
     def excess(self, row: Measured) -> float:
         """Return how many times too large the values or gradients of an op are, or too small, whichever is more."""
         own = [r for r in (row.result, row.gradient, *row.operand_gradients) if r is not None and r.max_abs]
         large = [r.max_abs / self.largest for r in (*own, *row.operands)]
-        return max([*large, *(self.smallest / r.max_abs for r in own)], default=0.0)
+        return max([*large, *(self.smallest / r.max_abs for r in own), row.cancellation * self.roundoff], default=0.0)
 
     def loses_nothing(self, ranges: Iterable[Range]) -> bool:
         """True if no value is flushed to zero, with the margin."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -27,7 +27,7 @@ EXPONENTS = st.dictionaries(st.integers(-127, 127), st.integers(1, 10**9)).map(l
 RANGES = st.builds(Range, COUNTS, FLOATS, FLOATS, COUNTS, COUNTS, COUNTS, COUNTS, COUNTS, EXPONENTS)
 ROWS = st.builds(
     Row, st.text(), st.text(), st.text(), st.text(), RANGES, FLOATS, st.none() | RANGES,
-    st.lists(RANGES, max_size=3).map(tuple), st.none() | COUNTS, st.lists(RANGES, max_size=1).map(tuple),
+    st.lists(RANGES, max_size=3).map(tuple), st.none() | COUNTS, st.lists(RANGES, max_size=1).map(tuple), FLOATS,
 )  # fmt: skip
 CALIBRATIONS = st.builds(
     Calibration, st.lists(ROWS, max_size=3).map(tuple), st.sampled_from([torch.float16, torch.bfloat16]),
@@ -40,9 +40,16 @@ ONE = Calibration(
 )  # fmt: skip
 
 
+@settings(max_examples=40)
 @given(CALIBRATIONS)
 def test_json_gives_back_every_field(calibration: Calibration) -> None:
     assert Calibration.from_json(calibration.to_json()) == calibration
+
+
+def test_a_file_of_a_release_without_cancellations_is_read() -> None:
+    text = ONE.to_json().replace('"cancellation": 0.0', '"other": 0.0')
+    assert '"other"' in text
+    assert Calibration.from_json(text) == ONE
 
 
 def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:

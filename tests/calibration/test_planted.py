@@ -93,6 +93,18 @@ def test_gradients_that_vanish_are_found_by_a_metric_of_gradients():
     assert all("has gradients up to" in reason for _, reason in search.reasons)
 
 
+def test_gradients_that_cancel_are_found_by_a_metric_of_gradients():
+    """The weights nearly cancel, so that the two gradients of what they multiply do too: their sum is computed in the
+    precision of that value."""
+    faults = {1: "weights"}
+    model = Planted(2, faults).eval()
+    calibration = calibrate(model, [(X, None)], small_loss, scale=1.0)
+    search = search_policy(model, gradient_error(model, X), tolerance=0.1, maximize=False, calibration=calibration)
+    assert {name for name, _ in search.reasons} == expected(faults, gradients=True)
+    assert set(search.blamed) == expected(faults, gradients=True)
+    assert "its gradient is a sum that cancels" in dict(search.reasons)["blocks.1:tanh#0"]
+
+
 def test_without_a_calibration():
     faults = {1: "quotient"}
     model = Planted(2, faults).eval()

@@ -8,6 +8,8 @@ them two ops within a factor of two are often in the wrong order (0.76 for ``une
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -35,13 +37,24 @@ class OneLow(fx.Interpreter):
     """Runs a graph in fp64, and the op ``low`` in fp16."""
 
     def __init__(self, graph: fx.GraphModule, low: str) -> None:
-        super().__init__(graph)
+        super().__init__(graph, garbage_collect_values=False)
         self.low = low
+
+    def changed(self, given: Sequence[Tensor], exact: Mapping[fx.Node, Any]) -> float:
+        """Return the loss; what is computed before the op is as in the run in fp64 alone."""
+        before = itertools.takewhile(lambda node: node.name != self.low, self.graph.nodes)
+        return float(self.run(*given, initial_env={node: exact[node] for node in before})[0])
 
     def run_node(self, n: fx.Node) -> Any:
         if n.name != self.low:
             return super().run_node(n)
-        args, kwargs = pytree.tree_map(lambda v: _to(v, torch.float16), self.fetch_args_kwargs_from_env(n))
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if n.target is torch.ops.aten.batch_norm.default:
+            # A compiled model gives it its parameters and statistics in fp32. If they are fp16, torch's kernel rounds
+            # the mean of a channel too, which moves all its values in one direction: 8 times the error of their mean.
+            args = (_to(args[0], torch.float16), *(_to(v, torch.float32) for v in args[1:]))
+        else:
+            args, kwargs = pytree.tree_map(lambda v: _to(v, torch.float16), (args, kwargs))
         return pytree.tree_map(lambda v: _to(v, torch.float64), n.target(*args, **kwargs))
 
 
@@ -84,10 +97,14 @@ def check_ranks(name: str, number: int) -> None:
         changes = {row.node: 0.0 for row in rows}
         for batch in batches:
             given = [_to(v.clone(), torch.float64) for v in _inputs(graph, batch, held)]
-            exact = float(OneLow(graph, "").run(*given)[0])
+            plain = OneLow(graph, "")
+            exact = float(plain.run(*given)[0])
             for row in rows:
-                changes[row.node] += (float(OneLow(graph, row.node).run(*given)[0]) - exact) ** 2
+                changes[row.node] += (OneLow(graph, row.node).changed(given, plain.env) - exact) ** 2
     assert len(rows) >= 5
+    for row in rows:
+        if row.op == "batch_norm":
+            assert 1 / 3 < row.sensitivity / (changes[row.node] / number) < 3
     assert spearman([row.sensitivity for row in rows], list(changes.values())) >= 0.8
 
 

@@ -89,6 +89,19 @@ def test_gradients_that_fit_say_nothing() -> None:
         assert rules(linear(1.0, gradient=Range(4, 1.0, 1e-3), operand_gradients=(Range(4, 1.0, 1e-3),))) == ()
 
 
+@pytest.mark.parametrize(("dtype", "times", "precision"), [
+    (torch.float16, 1e4, "float32"), (torch.float16, 100.0, None), (torch.bfloat16, 100.0, "float32"),
+    (torch.bfloat16, 10.0, None),
+])  # fmt: skip
+def test_a_gradient_that_is_a_sum_that_cancels(dtype: torch.dtype, times: float, precision: str | None) -> None:
+    measured = Calibration((linear(1.0, gradient=Range(12, 1.0, 1e-2), cancellation=times),), dtype, batches=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # no scale of the loss would help
+        found = Policy.calibrated(measured).calls
+    assert [rule.precision for rule in found] == ([] if precision is None else [precision])
+    assert all("its gradient is a sum that cancels" in rule.reason for rule in found)
+
+
 def exp(result: Range, sensitivity: float = LOW / 2, **fields: Any) -> Row:
     return Row("exp", "exp", "", "", result, sensitivity, **fields)
 
