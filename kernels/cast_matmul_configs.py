@@ -1,6 +1,7 @@
-"""The tuning of ``cast_matmul_triton.py``: the configurations for each kind of GPU, and which one a product gets.
+"""The tuning of ``cast_matmul_triton.py``: the configurations for each kind of GPU.
 
-Nothing here needs Triton or a GPU. ``python -m amp_compiler.kernels.check`` compiles every configuration.
+``cast_matmul_estimate.py`` chooses one for a product. Nothing here needs Triton or a GPU.
+``python -m amp_compiler.kernels.check`` compiles every configuration.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Target:
     """A kind of GPU: what the choice of a configuration and the offline check need to know about it."""
 
     name: str
-    processors: int  # streaming multiprocessors or compute units
+    processors: int  # streaming multiprocessors or compute units, of the GPU whose data sheet the estimate uses
     unit: str  # its best tensor-core instruction
     configs: tuple[Config, ...]
 
@@ -117,7 +118,7 @@ TARGETS = {
     target.name: target
     for target in (
         Target("sm_80", 108, "mma.sync", CONFIGS_SM80),
-        Target("sm_86", 84, "mma.sync", CONFIGS_SM86),
+        Target("sm_86", 82, "mma.sync", CONFIGS_SM86),
         Target("sm_90", 132, "wgmma", CONFIGS_SM90),
         Target("sm_100", 148, "tcgen05", CONFIGS_SM100),
         Target("gfx942", 304, "mfma", CONFIGS_GFX942),
@@ -125,39 +126,13 @@ TARGETS = {
 }
 
 
-def choose(
-    m: int, n: int, k: int, target: str, batch: int = 1, aligned: bool = True
-) -> tuple[Config, int]:
-    """Return a configuration for an [m, k] @ [k, n] product (``batch`` of them), and the number of pieces of K.
-
-    The cost of a configuration is the number of rounds in which its programs fill the GPU, times the cost of one
-    program: its multiplications, and its loads, each of which counts as 64 multiplications. Ties go to the first. For
-    operands that are not aligned, only the configurations that support them are considered.
-
-    >>> choose(4096, 4096, 4096, "sm_90")[0].name
-    '128x256x32 w8 s4'
-    >>> choose(16, 1024, 8192, "sm_90")[1]
-    8
-    """
-    kind = TARGETS[target]
-
-    def tiles(config: Config) -> int:
-        return batch * ceil_div(m, config.block_m) * ceil_div(n, config.block_n)
-
-    def pieces(config: Config) -> int:
-        return max(1, min(kind.processors // max(1, tiles(config)), k // SHORTEST, MOST_PIECES))
-
-    def cost(config: Config) -> float:
-        rounds = ceil_div(tiles(config) * pieces(config), kind.processors)
-        rows, columns = config.block_m, config.block_n
-        return rounds * (rows * columns + 64 * (rows + columns)) / pieces(config)
-
-    best = min((config for config in kind.configs if aligned or config.takes_unaligned), key=cost)
-    return best, pieces(best)
-
-
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def piece_length(k: int, pieces: int) -> int:
+    """Return how much of K each piece has, a multiple of ``STEP``; rounding up may leave fewer pieces."""
+    return max(1, ceil_div(ceil_div(k, pieces), STEP)) * STEP
 
 
 @functools.cache

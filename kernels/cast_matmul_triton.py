@@ -1,7 +1,8 @@
 """``amp::cast_matmul`` on GPUs, in Triton: operands rounded to fp16 or bf16 as they are loaded, fp32 accumulation.
 
 Imported only when a CUDA (or ROCm) tensor needs it. ``cast_matmul`` is the launcher; ``cast_matmul_configs.py`` has the
-tuning configurations of each target and picks one. ``python -m amp_compiler.kernels.check`` compiles all of them.
+tuning configurations of each target, and ``cast_matmul_estimate.py`` picks one.
+``python -m amp_compiler.kernels.check`` compiles all of them.
 
 How the work is laid out:
 
@@ -28,7 +29,8 @@ import triton.language as tl
 from torch import Tensor
 
 from . import gpu
-from .cast_matmul_configs import STEP, TARGETS, Config, ceil_div, choose, target_of
+from .cast_matmul_configs import STEP, TARGETS, Config, ceil_div, piece_length, target_of
+from .cast_matmul_estimate import Shape, choose
 
 LOW = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 OPERANDS = (torch.float32, torch.float16, torch.bfloat16)
@@ -165,9 +167,11 @@ def cast_matmul(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, o
         return out
     target = target_of(a.device)
     aligned = _aligned(matrices_a) and _aligned(matrices_b)
-    config, pieces = choose(m, n, k, target, batch, aligned)
-    piece = max(1, ceil_div(ceil_div(k, pieces), STEP)) * STEP
-    pieces = max(1, ceil_div(k, piece))  # rounding up may leave fewer
+    # The estimate has figures for one fp32 operand; a product of two, or of none, is chosen as if the right one were.
+    wide = "left" if a.dtype is torch.float32 and b.dtype is not torch.float32 else "right"
+    low = "bf16" if dtype is torch.bfloat16 else "fp16"
+    config, pieces = choose(Shape(m, n, k, batch, wide, low), target, aligned)
+    piece = piece_length(k, pieces)
     split = pieces > 1
     result = torch.empty((pieces, *out.shape), dtype=torch.float32, device=a.device) if split else out
     launch, settings = _launcher(target, config, aligned, a.is_cuda)

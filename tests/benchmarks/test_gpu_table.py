@@ -12,7 +12,8 @@ from benchmark_helpers import load
 
 pytest.importorskip("triton")
 
-from amp_compiler.kernels.cast_matmul_configs import TARGETS, choose
+from amp_compiler.kernels.cast_matmul_configs import TARGETS
+from amp_compiler.kernels.cast_matmul_estimate import Shape, choose
 from amp_compiler.kernels.check_cases import PRODUCTS, matmul_case
 from amp_compiler.kernels.check_compile import _loads, compile_case
 
@@ -23,7 +24,7 @@ sizes = st.integers(1, 5000)
 @given(m=sizes, k=sizes, n=sizes, target=st.sampled_from(sorted(TARGETS)), a=st.sampled_from([2, 4]))
 def test_traffic_of_a_product(m: int, k: int, n: int, target: str, a: int) -> None:
     found = gpu.product(target, m, k, n, a, 2, 2)
-    config, pieces = choose(m, n, k, target)
+    config, pieces = choose(Shape(m, n, k), target)
     sums = 8 * pieces * m * n if pieces > 1 else 0
     assert found.least == m * k * a + k * n * 2 + m * n * 2 + sums
     loads = 0  # of every program

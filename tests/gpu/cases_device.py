@@ -5,6 +5,7 @@ On a GPU values are compared; on the stand-in for one they do not exist, and dty
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import stand_in
 import torch
 import torch.nn.functional as F
+from attention_calls import CALLS, CAPABILITIES, chosen
 from cases_inductor import sources
 from cases_steps import DTYPES, OPTIMIZERS, compiled, graph_facts, loss_fn, no_waiting
 from torch import Tensor, nn
@@ -61,7 +63,8 @@ def parity(network: str, low: str) -> list[str]:
         return [*outputs, *(t.grad for t in (*of.parameters(), *given))]
 
     def peer(*xs: Tensor) -> Any:
-        with torch.autocast("cuda", dtype=DTYPES[low]):
+        # A CPU build of torch has no cuDNN, whose recurrent layers eager mode calls: without it they are cells.
+        with torch.backends.cudnn.flags(enabled=REAL), torch.autocast("cuda", dtype=DTYPES[low]):
             return twin(*xs)
 
     return differences(run(fast, model), run(peer, twin))
@@ -204,12 +207,26 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).reshape(2, 16, 32))
 
 
-def attention(kind: str, level: str) -> dict[str, Any]:
-    """Which kernel of torch's attention runs, with dtypes that it takes, forward and backward."""
+def attention(kind: str, level: str, capability: int) -> dict[str, Any]:
+    """Which kernel of torch's attention runs, with dtypes that it takes, forward and backward. A GPU is what it is; the
+    stand-in for one has the compute capability that is asked for."""
     step = compiled(Attention(kind).cuda(), level, torch.float16, "adamw")
-    step(torch.randn(2, 16, 32, device="cuda"))
+    with contextlib.nullcontext() if REAL else stand_in.capability(capability):
+        step(torch.randn(2, 16, 32, device="cuda"))
     names = {ir.op_name(n) for g in step.joint_graphs for n in g.graph.nodes if n.op == "call_function"}
     return {"kernels": sorted(n for n in names if "attention" in n), **graph_facts(step.joint_graphs)}
+
+
+def which_attention() -> dict[str, dict[str, str]]:
+    """Which kernel torch takes for each call of ``attention_calls``, on each GPU; none of them runs."""
+    if REAL:
+        major, minor = torch.cuda.get_device_capability()
+        return {f"{major}{minor}": {str(call): chosen(call) for call in CALLS}}
+    found = {}
+    for capability in CAPABILITIES:
+        with stand_in.capability(capability):
+            found[str(capability)] = {str(call): chosen(call) for call in CALLS}
+    return found
 
 
 def layer(rows: int) -> dict[str, Any]:
@@ -242,8 +259,9 @@ CASES: dict[str, Callable[[], Any]] = {
     **{f"scaler {d}": functools.partial(scaler, d) for d in DTYPES},
     **{f"product {s} {d}": functools.partial(product, s, d) for s in SHAPES for d in DTYPES},
     **{f"convert {n}": functools.partial(convert, n) for n in NETWORKS},
-    **{f"attention {k} {a}": functools.partial(attention, k, a) for k in ("plain", "causal", "masked")
-       for a in ("O1", "O2", "O3", "auto", "torch", "O0")},
+    **{f"attention {k} {a} {c}": functools.partial(attention, k, a, c) for k in ("plain", "causal", "masked")
+       for a in ("O1", "O2", "O3", "auto", "torch", "O0") for c in CAPABILITIES},
     "layer of 16 rows": functools.partial(layer, 16), "layer of 65536 rows": functools.partial(layer, 65536),
     "gradients": gradients, "skip": skip, "data parallel": data_parallel, "benchmark": benchmark,
+    "which attention": which_attention,
 }  # fmt: skip

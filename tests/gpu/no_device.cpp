@@ -1,11 +1,16 @@
-// Device "cuda" without a GPU: a guard and hooks that do nothing, and torch's choice of an attention kernel. Tensors of
+// Device "cuda" without a GPU: a guard and hooks that do nothing, and the choice of an attention kernel. Tensors of
 // this device are fakes, so nothing here computes. Built and loaded by stand_in.py.
 #include <ATen/SDPBackend.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/transformers/attention.h>
+#include <ATen/native/transformers/sdp_utils_cpp.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+
+extern "C" {
+int amp_capability = 90; // of the GPU that is stood in for: 90 is 9.0
+}
 
 namespace {
 struct Guard final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
@@ -29,15 +34,58 @@ struct Guard final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
   void synchronizeEvent(void*) const override {}
 };
 
-// torch's order for CUDA: flash, efficient, math, each with what its kernel takes (aten/native/transformers/cuda).
+using Params = sdp::sdp_params;
+
+bool is_low(const Params& p) { return p.query.scalar_type() == at::kHalf || p.query.scalar_type() == at::kBFloat16; }
+int64_t width(const at::Tensor& t) { return t.size(-1); }
+bool same_dtype(const Params& p) {
+  return p.query.scalar_type() == p.key.scalar_type() && p.query.scalar_type() == p.value.scalar_type();
+}
+
+// What a CPU build of torch has of CUDA's rules: the checks that are in its headers. What only a CUDA build has is
+// written down by hand below, and compared with the answers of one (attention_chosen.json).
+bool can_flash(const Params& p) {
+  if (!sdp::check_runtime_disabled_flash(p, false) || !sdp::check_tensor_shapes(p, false) ||
+      !sdp::check_for_attn_mask(p, false) || !sdp::check_batch_size_and_num_heads_dense<true>(p, false) ||
+      !sdp::check_nonzero_sequence_lengths_dense(p, false) ||
+      !sdp::check_last_dim_stride_equals_1_dense<true>(p, false))
+    return false;
+  const bool one_width = width(p.query) == width(p.key) && width(p.query) == width(p.value);
+  const bool square = !p.is_causal || p.query.sym_size(-2) == p.key.sym_size(-2); // else causal means another corner
+  return is_low(p) && same_dtype(p) && one_width && width(p.query) <= 256 && square;
+}
+
+bool can_efficient(const Params& p) {
+  if (!sdp::check_runtime_disabled_mem_efficient(p, false) || !sdp::check_tensor_shapes(p, false) ||
+      !sdp::check_batch_size_and_num_heads_dense<false>(p, false) ||
+      !sdp::check_nonzero_sequence_lengths_dense(p, false) ||
+      !sdp::check_last_dim_stride_equals_1_dense<false>(p, false))
+    return false;
+  const int64_t aligned = is_low(p) ? 8 : 4; // 16 bytes
+  const bool whole = width(p.query) == width(p.key) && width(p.query) % aligned == 0 && width(p.value) % aligned == 0;
+  return (is_low(p) || p.query.scalar_type() == at::kFloat) && same_dtype(p) && whole && width(p.query) > 0;
+}
+
+bool can_cudnn(const Params& p) {
+  if (!at::globalContext().userEnabledCuDNNSDP() || !sdp::check_tensor_shapes(p, false) ||
+      !sdp::check_batch_size_and_num_heads_dense<true, false>(p, false) ||
+      !sdp::check_nonzero_sequence_lengths_dense(p, false) ||
+      !sdp::check_last_dim_stride_equals_1_dense<true>(p, false))
+    return false;
+  const bool whole = width(p.query) % 8 == 0 && width(p.value) % 8 == 0;
+  const bool learned = p.attn_mask.has_value() && p.attn_mask->requires_grad();
+  return is_low(p) && same_dtype(p) && whole && width(p.query) <= 256 && width(p.value) <= 256 && !learned &&
+      sdp::check_for_dropout(p, false) && p.key.sym_size(-2) != 1;
+}
+
 int64_t attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                  const std::optional<at::Tensor>& mask, double, bool, std::optional<double>, bool) {
-  const bool low = query.scalar_type() == at::kHalf || query.scalar_type() == at::kBFloat16;
-  const bool dense = query.dim() == 4 && query.size(-1) == value.size(-1) && key.sym_size(-2) != 0;
-  if (low && dense && !mask.has_value() && query.size(-1) <= 256) return int64_t(at::SDPBackend::flash_attention);
-  const int64_t aligned = low ? 8 : 4;
-  const bool whole = query.dim() == 4 && query.size(-1) % aligned == 0 && value.size(-1) % aligned == 0;
-  return int64_t(whole ? at::SDPBackend::efficient_attention : at::SDPBackend::math);
+                  const std::optional<at::Tensor>& mask, double dropout, bool causal, std::optional<double>,
+                  bool grouped) {
+  const Params params{query, key, value, mask, dropout, causal, grouped};
+  if (amp_capability >= 90 && can_cudnn(params)) return int64_t(at::SDPBackend::cudnn_attention);
+  if (can_flash(params)) return int64_t(at::SDPBackend::flash_attention);
+  if (can_efficient(params)) return int64_t(at::SDPBackend::efficient_attention);
+  return int64_t(at::SDPBackend::math);
 }
 } // namespace
 
@@ -51,8 +99,8 @@ struct NoDevice : CUDAHooksInterface {
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   bool hasCuDNN() const override { return true; }
   bool compiledWithCuDNN() const override { return true; }
-  long versionCuDNN() const override { return 91002; }
-  long versionRuntimeCuDNN() const override { return 91002; }
+  long versionCuDNN() const override { return 92000; } // 9.20, which PyPI's torch 2.13 comes with
+  long versionRuntimeCuDNN() const override { return 92000; }
   long versionCuDNNFrontend() const override { return 11200; }
   bool supportsDilatedConvolutionWithCuDNN() const override { return true; }
   bool supportsDepthwiseConvolutionWithCuDNN() const override { return true; }
@@ -72,5 +120,20 @@ static RegistererCUDAHooksRegistry hooks("CUDAHooks", c10::REGISTRY_PREFERRED, C
 // Called once torch is there: what a CUDA build has registered by then is replaced.
 extern "C" void amp_no_device() {
   static c10::impl::DeviceGuardImplRegistrar guard(c10::DeviceType::CUDA, new Guard());
-  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&attention);
 }
+
+// Called in a CPU build only: a CUDA build chooses by itself, and asks for the GPU below.
+extern "C" void amp_choose_attention() { at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&attention); }
+
+// These take the place of a CUDA build's, because this library is loaded before it.
+namespace c10::cuda {
+signed char device_count() noexcept { return 1; }
+} // namespace c10::cuda
+namespace at::cuda {
+void* getCurrentDeviceProperties() { // a cudaDeviceProp, of which only the compute capability is asked for
+  static int properties[1024] = {};
+  properties[90] = amp_capability / 10; // major and minor follow 360 bytes of other fields, in CUDA 12 and 13
+  properties[91] = amp_capability % 10;
+  return properties;
+}
+} // namespace at::cuda

