@@ -99,7 +99,7 @@ def test_a_marked_value_inside_of_a_checkpoint() -> None:
     assert compiled.report().low_flops_share == 1.0
 
 
-def test_a_graph_that_computes_gradients_runs_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_computes_gradients_runs_unchanged() -> None:
     class Force(nn.Module):
         """Energy and its gradient, as models of molecules return them."""
 
@@ -112,9 +112,9 @@ def test_a_graph_that_computes_gradients_runs_unchanged(monkeypatch: pytest.Monk
             place = x.detach().requires_grad_()
             return torch.autograd.grad(self.fc(place).tanh().sum(), place)[0]
 
-    monkeypatch.setattr(torch._dynamo.config, "trace_autograd_ops", True)
     x = torch.ones(2, 4)
-    with warnings.catch_warnings():
+    # Not by monkeypatch, which would delete the setting: torch keeps settings outside of the module's __dict__.
+    with torch._dynamo.config.patch(trace_autograd_ops=True), warnings.catch_warnings():
         warnings.simplefilter("ignore", AmpWarning)
         found = amp_compile(Force(), dtype=BF16)(x)
     torch.testing.assert_close(found, Force()(x), atol=0.02, rtol=0.02)

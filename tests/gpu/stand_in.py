@@ -125,6 +125,8 @@ def install() -> None:
                 return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *args, **kwargs)
             if func.name().split(".")[0] in NO_FAKE:
                 return None
+            if func.name().startswith("aten::_thnn_fused_gru_cell"):  # torch has no fake of it either
+                return _gru_cell(*args)
             if func is torch.ops.aten.nonzero.default:  # how many there are is a value: as many as there can be
                 return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
             return super().dispatch(func, types, args, kwargs)
@@ -198,6 +200,18 @@ def install() -> None:
     cuda.is_bf16_supported = lambda including_emulation=True: True
     cuda.synchronize, cuda.is_current_stream_capturing = lambda of=None: None, lambda: False
     _note_launches()
+
+
+def _gru_cell(first: Any, workspace: Any, third: Any, *biases: Any) -> tuple[Any, ...]:
+    """The results of ``_thnn_fused_gru_cell``, or of its backward: a new state and a workspace of five times its width;
+    gradients of both gates, of the state and of both biases."""
+    if not isinstance(third, bool):
+        rows, width = third.shape
+        return third.new_empty(third.shape), third.new_empty((rows, 5 * width))
+    rows, width = first.shape
+    gates, bias = (rows, 3 * width), (3 * width,) if third else ()
+    sizes = (gates, gates, (rows, width), bias, bias)
+    return tuple(first.new_empty(size) if size else None for size in sizes)
 
 
 def _forget_constants(self: Any, tensor: Any) -> None:
