@@ -43,7 +43,10 @@ def sources() -> Iterator[dict[str, str]]:
     before: Any = AsyncCompile.triton
     AsyncCompile.triton = triton  # type: ignore[method-assign]
     try:
-        with config.patch({"force_disable_caches": True, "compile_threads": 1}):
+        # Folding would read the values of constants, which the stand-in does not have.
+        with config.patch(
+            {"force_disable_caches": True, "compile_threads": 1, "joint_graph_constant_folding": False}
+        ):
             yield found
     finally:
         AsyncCompile.triton = before  # type: ignore[method-assign]
@@ -68,6 +71,34 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(F.gelu(self.norm(self.first(x)) + x))
+
+
+class Attention(nn.Module):
+    """A gated projection of attention with four heads, over sequences of eight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(64, 4 * 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.into(x.view(4, 8, 64)).view(4, 8, 4, 4, 16).permute(2, 0, 3, 1, 4)
+        q, k, v, gate = parts.unbind()
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True) * F.silu(gate)
+        return self.out(heads.transpose(1, 2).reshape(32, 64))
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.second, self.out = nn.Conv2d(8, 8, 3, padding=1), nn.Linear(8 * 64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm(self.first(x.view(32, 1, 8, 8))))
+        return self.out((self.second(y) + y).flatten(1))
+
+
+NETWORKS = (Chain, Norm, Attention, Convolution)
 
 
 def is_low_pointwise(node: fx.Node) -> bool:
@@ -119,5 +150,5 @@ def offline(name: str, source: str, target: str) -> str:
 
 
 CASES: dict[str, Callable[[], Any]] = {
-    f"{model.__name__.lower()} {low}": functools.partial(step, model, low) for model in (Chain, Norm) for low in DTYPES
+    f"{model.__name__.lower()} {low}": functools.partial(step, model, low) for model in NETWORKS for low in DTYPES
 }

@@ -9,7 +9,7 @@ from gpu.chosen import INDUCTOR
 from gpu.harness import answer
 
 pytestmark = pytest.mark.gpu
-NAMES = [f"{model} {low}" for model in ("chain", "norm") for low in ("fp16", "bf16")]
+NAMES = [f"{model} {low}" for model in ("chain", "norm", "attention", "convolution") for low in ("fp16", "bf16")]
 
 
 @pytest.mark.parametrize("name", INDUCTOR)
