@@ -216,6 +216,7 @@ def roofline(args: argparse.Namespace, run: Run) -> None:
 
     for target in args.target:
         table: list[list[object]] = []
+        reasons: dict[str, str] = {}
         for name, (m, k, n) in LAYERS.items():
             shape = Product(m, n, k, aligned=(n, k))
             ours, theirs = fused_estimate(shape, target, "right"), library_seconds(shape, target, k * n)
@@ -223,12 +224,12 @@ def roofline(args: argparse.Namespace, run: Run) -> None:
                 key: dict[str, str | int] = {"what": "estimated", "target": target, "layer": name, "variant": variant}
                 figures = {"microseconds": seconds * 1e6, "teraflops": shape.flops / seconds / 1e12}
                 run.add(Row(key, figures=figures, note=ours.limit if variant == "ours" else ""))
-            why = ours.config.reason.split(":")[0]
             table.append([
                 name, f"{ours.seconds * 1e6:,.0f}", f"{theirs * 1e6:,.0f}", f"{ours.seconds / theirs:.2f}",
                 "ours" if ours.seconds <= theirs else "library", ours.limit,
-                f"{ours.config.name}, K in {ours.pieces}, {ours.programs} at once: {why}",
+                f"{ours.config.name}, K in {ours.pieces}, {ours.programs} at once",
             ])  # fmt: skip
+            reasons[ours.config.name] = ours.config.reason.split(":")[0]
         rate = f"{RATES[target].multiplied:,.0f} TFLOP/s" + (" published" if target != "sm_86" else ", not published")
         run.table(
             f"{target}: forward of a layer with an fp32 weight, estimated for {OF_TARGET[target]} from the compiled"
@@ -236,6 +237,8 @@ def roofline(args: argparse.Namespace, run: Run) -> None:
             ["", "ours µs", "cast and library µs", "ratio", "chosen", "ours is limited by", "our configuration"],
             table,
         )
+        for config, reason in reasons.items():
+            console.print(f"{config}: for {reason}", highlight=False)
 
 
 # ------------------------------------------------------------------------------------------------------ gradients
