@@ -86,7 +86,8 @@ class _Holder:
 
 
 def _copied(graph: fx.Graph) -> fx.Graph:
-    made, new_of = fx.Graph(), {}
+    made = fx.Graph()
+    new_of: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         new = new_of[node] = made.create_node(
             node.op, node.target, fx.map_arg(node.args, new_of.__getitem__), fx.map_arg(node.kwargs, new_of.__getitem__)
