@@ -25,7 +25,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 # Benchmarks that run alone; benchmarks/README.md tells what each measures.
-SCRIPTS := steps casts growth kernels convert decode dump distributed gpu frameworks health overhead
+SCRIPTS := steps casts growth kernels convert decode dump distributed gpu frameworks health overhead compiling
 
 # A CPU without AVX-512, imitated on one that has it: our kernels, oneDNN's and torch's.
 AVX2 := AMP_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2

@@ -12,7 +12,8 @@ module; then, for each pair of nodes:
 7. other code in one of them only (``if x.dtype == torch.float16: x = x.clamp(...)``)  →  what it touches stays fp32,
    and the user is told which line it is
 
-It writes ``node.meta["amp_origin"]``. Without a twin nothing depends on dtypes, and it does nothing.
+It writes ``node.meta["amp_origin"]``. Without a twin nothing depends on dtypes, and it does nothing; but code that is
+captured again may have ``ctx.verdicts`` from its first capture instead, which are written on the same nodes.
 Requires: normalized. Ensures: origin. A second run changes nothing.
 """
 
@@ -30,6 +31,7 @@ from torch import fx
 from amp_compiler import ir
 from amp_compiler.common.torch_names import pytree
 from amp_compiler.ir import Origin
+from amp_compiler.ir.verdicts import Verdicts
 from amp_compiler.policy import dtype_name
 from amp_compiler.rewrite.base import Context, Dialect, Pass
 from amp_compiler.rewrite.facts import NORMALIZED, ORIGIN
@@ -46,11 +48,28 @@ _GENERATED = re.compile(r"<eval_with_key>\.\d+")
 
 def run(gm: fx.GraphModule, ctx: Context) -> bool:
     if ctx.twin is None:
-        return False
-    modified = _Comparison(gm, ctx.twin, ctx).run()
-    if modified:
+        return ctx.verdicts is not None and _reuse(gm, ctx, ctx.verdicts)
+    before = _structure(gm)
+    comparison = _Comparison(gm, ctx.twin, ctx)
+    modified = comparison.run()
+    if _structure(gm) == before:
+        if ctx.verdicts is not None and comparison.is_whole:
+            ctx.verdicts.learn(gm)
+    else:
         gm.recompile()
     return modified
+
+
+def _structure(gm: fx.GraphModule) -> list[Any]:
+    return [(node, node.target, node.args, node.kwargs) for node in gm.graph.nodes]
+
+
+def _reuse(gm: fx.GraphModule, ctx: Context, known: Verdicts) -> bool:
+    before = [ir.origin(node) for node in gm.graph.nodes]
+    if not known.apply(gm):
+        ctx.notes.append("the model's code reads dtypes and was captured again with other ops, so every cast in it to "
+                         "float32 counts as the author's")  # fmt: skip
+    return before != [ir.origin(node) for node in gm.graph.nodes]
 
 
 class _Comparison:
@@ -86,6 +105,12 @@ class _Comparison:
                 node.meta[ir.ORIGIN] = new
                 self.modified = True
         return self.modified
+
+    @property
+    def is_whole(self) -> bool:
+        """True if every op of each graph has its partner in the other, and none has graphs inside."""
+        calls = self.calls(self.twin)
+        return all(n in self.ours for n in calls) and not any(ir.is_higher_order(n) for n in calls)
 
     # ----------------------------------------------------------------------------------------- alignment
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dis
+import functools
 import os
 import sys
 from collections.abc import Iterator
@@ -42,6 +44,61 @@ _NOT_THE_MODEL = tuple(
 def _asks(code: CodeType) -> bool:
     names = {*code.co_names, *(c for c in code.co_consts if isinstance(c, str))}
     return bool(names & DTYPE_NAMES)
+
+
+def may_branch_on_dtype() -> bool:
+    """True if the code that Dynamo has traced may take another path in low precision. Its second trace then depends on
+    more than its ops show: ``if self.training and x.dtype == torch.float16: x = x.clamp(...)``."""
+    codes = torch._guards.TracingContext.get_traced_code() or ()
+    return any(_branches(code) for code in codes if not code.co_filename.startswith(_NOT_THE_MODEL))
+
+
+#: these are the same in every floating-point dtype
+_SAME_FOR_FLOATS = frozenset({"is_floating_point"})
+_NOT_FLOATS = frozenset({"bool", "uint8", "int8", "int16", "short", "int32", "int", "int64", "long"})
+_JUMPS = ("POP_JUMP", "JUMP_IF")
+_COMPARES = ("COMPARE_OP", "IS_OP", "CONTAINS_OP")
+
+
+@functools.lru_cache(maxsize=4096)
+def _branches(code: CodeType) -> bool:
+    """True if a function compares something that it has from a dtype, or jumps by it. Comparing with None, with the
+    dtype of integers or with that of a device does not count."""
+    if not _asks(code) and not any("dtype" in name for name in (*code.co_varnames, *code.co_freevars)):
+        return False
+    steps = list(dis.get_instructions(code))
+    pairs = list(zip([None, *steps], steps, strict=False))
+    held = {name for name in (*code.co_varnames, *code.co_freevars) if "dtype" in name}
+    reads: set[tuple[int, int]] = set()  # line and column
+    for _ in range(2):  # once more for names that are read before the line that sets them, in a loop
+        for before, step in pairs:
+            start, _end = _span(step)
+            is_dtype = before is not None and before.opname.startswith("LOAD") and _span(before)[0] in reads
+            of_device = before is not None and before.argval == "device"
+            is_named = step.opname.startswith("LOAD") and isinstance(step.argval, str) and not of_device
+            named = DTYPE_NAMES - _SAME_FOR_FLOATS - ({"type"} if step.opname == "LOAD_GLOBAL" else set())
+            if is_named and (step.argval in held or step.argval in named):
+                reads.add(start)
+            elif step.opname.startswith("STORE") and is_dtype:
+                held.add(str(step.argval))
+    for before, step in pairs:
+        compares = step.opname in _COMPARES
+        if before is None or not (compares or step.opname.startswith(_JUMPS)) or "NONE" in step.opname:
+            continue
+        if before.argval in _NOT_FLOATS or before.opname in _COMPARES:
+            continue  # the comparison itself was looked at
+        start, end = _span(step if compares else before)  # what a jump of a comprehension tests has a span of its own
+        if any(start <= read <= end for read in reads):
+            return True
+    return False
+
+
+def _span(step: dis.Instruction) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return where the expression of an instruction starts and ends; everywhere if Python doesn't know."""
+    at = step.positions
+    if at is None or at.lineno is None or at.end_lineno is None or at.col_offset is None or at.end_col_offset is None:
+        return (0, 0), (sys.maxsize, 0)
+    return (at.lineno, at.col_offset), (at.end_lineno, at.end_col_offset)
 
 
 def _with_bodies(gm: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:

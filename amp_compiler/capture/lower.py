@@ -78,7 +78,8 @@ def lower(
     lowered.meta.update(gm.meta)
     lowered.meta[ir.LOSS] = loss
     lowered.meta[ir.OUTPUT_DTYPES] = [None if d in given_low else d for d in _output_dtypes(gm)]
-    lowered.recompile()
+    if not promote:  # a twin is only read
+        lowered.recompile()
     return lowered
 
 

@@ -2,7 +2,7 @@
 
 There are two dialects of FX: pre-dispatch ATen, where precision is decided, and functional ATen, which AOTAutograd
 returns. The names below are about single nodes and graphs; anything larger is in a module of its own: ``constants``,
-``decisions``, ``flops``, ``nesting``, ``view``, ``weights``, ``wide``.
+``decisions``, ``flops``, ``nesting``, ``verdicts``, ``view``, ``weights``, ``wide``.
 """
 
 from .aliasing import (

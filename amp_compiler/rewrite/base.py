@@ -15,6 +15,7 @@ from torch import fx
 
 from amp_compiler import ir
 from amp_compiler.common.errors import VerifyError
+from amp_compiler.ir.verdicts import Verdicts
 from amp_compiler.ir.weights import Weights
 from amp_compiler.policy import Policy
 
@@ -95,6 +96,8 @@ class Context:
     costs: Costs | None = None
     #: a forward graph: it will be differentiated
     differentiated: bool = False
+    #: what a twin revealed: learned from ``twin``, or known from an earlier capture of the same code, without one
+    verdicts: Verdicts | None = None
     #: what passes want the user to know; the caller warns and puts it into the report
     notes: list[str] = field(default_factory=list)
 

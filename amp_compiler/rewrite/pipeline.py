@@ -70,7 +70,7 @@ class Pipeline:
         deep = ctx.deep or deep_by_default()
         verify(gm, facts, ctx, after, deep=deep)
         ran: list[str] = []
-        begun, changed = len(history), False
+        begun = len(history)
         for step in (p for p in self.passes if p.is_asked(ctx)):
             note = self._why_not(step, ctx, facts)
             if note:
@@ -89,10 +89,7 @@ class Pipeline:
                     pass_name=step.name,
                     hint=f"Switch it off with disable_passes=['{step.name}'] and report it.",
                 ) from error
-            # All ops run again on fakes only if the graph has changed since the last time.
-            changed = changed or modified
-            verify(gm, step.ensures, ctx, step.name, deep=deep, rerun=changed)
-            changed = changed and not deep
+            verify(gm, step.ensures, ctx, step.name, deep=deep, rerun=modified)
             facts.update(step.ensures)
             ran.append(step.name)
             seconds, fresh = time.perf_counter() - start, modified or len(history) == begun

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 
@@ -26,6 +28,73 @@ class Record:
     note: str = ""
     view: GraphView = field(default_factory=GraphView, repr=False, compare=False)
 
+    def __getattr__(self, name: str) -> Any:
+        """Make the text or the view from the snapshot, if it was not given."""
+        snapshot = self.__dict__.get("_snapshot")
+        if snapshot is None or name not in ("text", "view"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(snapshot, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {**self.__dict__, "text": self.text, "view": self.view}
+        state.pop("_snapshot", None)
+        return state
+
+
+class Snapshot:
+    """A graph as a stage left it. Its text and its view are made when they are first read: most records of a compiled
+    model are never looked at, and the next pass changes the graph."""
+
+    def __init__(self, gm: fx.GraphModule, forward: Record | None, later: bool) -> None:
+        self._of, self._forward, self._graph = weakref.ref(gm), forward, None
+        # graphs with others inside are rare, and copying those takes as long as reading them
+        if later and not any(ir.is_higher_order(node) for node in gm.graph.nodes):
+            self._graph = _copied(gm.graph)
+        else:
+            self._read(gm)
+
+    def is_of(self, gm: fx.GraphModule) -> bool:
+        return self._of() is gm
+
+    @property
+    def text(self) -> str:
+        self._read_copy()
+        return self._text
+
+    @property
+    def view(self) -> GraphView:
+        self._read_copy()
+        return self._view
+
+    def _read_copy(self) -> None:
+        if self._graph is not None:
+            holder: Any = _Holder(self._graph)
+            self._read(holder)
+            self._graph = None
+
+    def _read(self, gm: fx.GraphModule) -> None:
+        self._text = ir.format_graph(gm)
+        self._view = take_view(gm, None if self._forward is None else self._forward.view)
+        self._forward = None
+
+
+class _Holder:
+    """Stands for the module of a graph that has no graphs inside."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+
+
+def _copied(graph: fx.Graph) -> fx.Graph:
+    made = fx.Graph()
+    new_of: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        new = new_of[node] = made.create_node(
+            node.op, node.target, fx.map_arg(node.args, new_of.__getitem__), fx.map_arg(node.kwargs, new_of.__getitem__)
+        )
+        new.meta, new.name = dict(node.meta), node.name
+    return made
+
 
 def record(
     name: str, seconds: float, modified: bool, gm: fx.GraphModule, graph: str, history: Sequence[Record],
@@ -33,21 +102,32 @@ def record(
 ) -> Record:  # fmt: skip
     """Return the record of a stage. ``history``: the stages before it. ``fresh``: False if the last of them is of the
     same graph, so that nothing has changed since."""
-    if not fresh:
+    last = history[-1] if history else None
+    known: Snapshot | None = last.__dict__.get("_snapshot") if last is not None else None
+    if not fresh or (not modified and last is not None and last.graph == graph and known and known.is_of(gm)):
         log("passes", "%s %s: %.1f ms, %s", graph, name, seconds * 1e3, note or "changed nothing")
-        return replace(history[-1], name=name, seconds=seconds, modified=modified, note=note)
-    text, last = ir.format_graph(gm), history[-1] if history else None
-    if not modified and last is not None and (last.graph, last.text) == (graph, text):
-        return record(name, seconds, modified, gm, graph, history, note, fresh=False)
+        return _like(history[-1], name=name, seconds=seconds, modified=modified, note=note)
     graphs = [inner for _, inner in ir.all_graphs(gm)]
     casts = sum(ir.is_float_cast(n) for inner in graphs for n in inner.graph.nodes)
     nodes = sum(len(inner.graph.nodes) for inner in graphs)
-    before = None if graph == "forward" else next((r.view for r in reversed(history) if r.graph == "forward"), None)
-    made = Record(name, seconds, modified, text, graph, nodes, casts, note, take_view(gm, before))
+    before = None if graph == "forward" else next((r for r in reversed(history) if r.graph == "forward"), None)
+    # a conversion frees weights while it runs, which values of a copied graph would keep
+    snapshot = Snapshot(gm, before, later=graph not in ("convert", "run"))
+    made = _like(Record(name, seconds, modified, "", graph, nodes, casts, note), _snapshot=snapshot)
+    for shown in ("text", "view"):
+        del made.__dict__[shown]
     log("passes", "%s %s: %.1f ms, %d nodes, %d casts", graph, name, seconds * 1e3, nodes, casts)
     if wants("casts") and history and history[-1].graph == graph:
         _log_casts(history[-1].view, made.view)
     return made
+
+
+def _like(made: Record, **changes: Any) -> Record:
+    """As ``dataclasses.replace``, but a text and a view that nobody has read are not made."""
+    new = object.__new__(Record)
+    new.__dict__.update(made.__dict__)
+    new.__dict__.update(changes)
+    return new
 
 
 def _log_casts(before: GraphView, after: GraphView) -> None:

@@ -20,6 +20,7 @@ from ..common.messages import first_line
 from ..common.torch_names import inside_ddp
 from ..inspect.report import cast_totals, graph_rows, kernel_counts
 from ..ir.nesting import has_parts
+from ..ir.verdicts import Verdicts, keys_of
 from ..passes import order
 from ..policy import dtype_name
 from ..policy.scopes import marked_modules, modules_of, paths_of
@@ -43,6 +44,7 @@ class Backend:
         self.given_low = given_low(target) if options.policy.rewrites else frozenset()
         self.keeps = False  # whether graphs are kept for ``follow``
         self.kept: list[Kept] = []
+        self.verdicts: dict[int | None, Verdicts] = {}  # by the number of a piece of code
         self.handle: dynamo.Handle | None = None
         self.runs: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] | None = None
 
@@ -97,6 +99,7 @@ class Backend:
     def follow(self, options: Options, state: State) -> None:
         """Go on by the policy of other options; what was captured is compiled by it at its next call."""
         self.options, self.state = options, state
+        self.verdicts.clear()
 
     def lowered(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Lowered:
         """Return a graph from Dynamo as the passes take it, with what only Dynamo knows of it. None of it depends on
@@ -118,7 +121,11 @@ class Backend:
         keep = self.options.keep_output_dtypes
         if not keep and self.options.policy.autocast_device is None:  # uncaptured code sees what fp32 code would see
             keep = not dynamo.returns_to_caller(gm, self.target, outermost=alone is None or alone[0] == self.outermost)
-        return Lowered(graph, keep, marked, self.twin(gm, paths), self.around(gm))
+        twin, verdicts = None, None
+        if self.asks_for_dtypes(gm):
+            verdicts = self.known_verdicts(graph)
+            twin = self.twin(paths) if verdicts is None or not verdicts.are_known else None
+        return Lowered(graph, keep, marked, twin, self.around(gm), verdicts)
 
     def rewrite(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
         """Lower a graph from Dynamo and run the passes on it."""
@@ -136,6 +143,7 @@ class Backend:
             found.around,
             backend=(backend := resolve_backend(self.options.backend, example_inputs)),
             costs=self.options.costs(backend),
+            verdicts=found.verdicts,
             differentiated=torch.is_grad_enabled(),
         )
         history = [record("capture", time.perf_counter() - start, True, graph, "forward", [])]
@@ -196,16 +204,31 @@ class Backend:
             )
         return found
 
-    def twin(self, gm: fx.GraphModule, paths: dict[int, str]) -> fx.GraphModule | None:
-        """Return the same frame traced in low precision, if its code can depend on dtypes (``capture/twin.py``)."""
+    def known_verdicts(self, graph: fx.GraphModule) -> Verdicts | None:
+        """Return what the twin revealed when the same code was captured before with the same ops, or where to write
+        what it will reveal; None if it may be something else next time."""
+        from ..capture.dtype_reads import may_branch_on_dtype
+
+        piece, keys = dynamo.piece_of_code(), keys_of(graph.graph)
+        if self.keeps or piece is None or keys is None or may_branch_on_dtype():
+            return None
+        if piece not in self.verdicts or self.verdicts[piece].keys != keys:
+            self.verdicts[piece] = Verdicts(keys)
+        return self.verdicts[piece]
+
+    def asks_for_dtypes(self, gm: fx.GraphModule) -> bool:
+        """True if the code behind a graph can depend on dtypes, and a pass wants to know."""
         from ..capture.dtype_reads import may_depend_on_dtype
-        from ..capture.twin import twin_of_frame
 
         untouched = not self.options.policy.rewrites and not has_parts(gm)
         if untouched or "mark_dtype_origin" in self.options.disable_passes:
-            return None
-        if not may_depend_on_dtype(gm):
-            return None
+            return False
+        return may_depend_on_dtype(gm)
+
+    def twin(self, paths: dict[int, str]) -> fx.GraphModule | None:
+        """Return the same frame traced in low precision (``capture/twin.py``); None if that fails."""
+        from ..capture.twin import twin_of_frame
+
         try:
             return twin_of_frame(self.options.policy, paths)
         except Exception as error:

@@ -19,6 +19,7 @@ from .. import ir
 from ..capture.again import copy_captured, inputs_again, tracing_again
 from ..capture.frames import belongs_to_us, unwatched
 from ..ir.nesting import has_parts
+from ..ir.verdicts import Verdicts
 
 belongs_to_us(__file__)
 
@@ -32,6 +33,7 @@ class Lowered:
     marked: dict[str, torch.dtype]
     twin: fx.GraphModule | None
     around: tuple[str, torch.dtype | None] | None
+    verdicts: Verdicts | None = None
 
 
 class Kept:
