@@ -1,8 +1,8 @@
 """Puts the compiled CPU kernels into the wheel: on Linux on x86-64, where there is a C++ compiler.
 
-An editable install compiles those for this CPU, into the folder where the first call looks for them. ``AMP_BUILD_KERNELS=0``
-leaves them out, and ``=1`` makes it an error if they cannot be compiled. Without them the wheel is for any machine, and the
-kernels are compiled when they are first needed. Everything else is in ``pyproject.toml``.
+An editable install compiles those for this CPU, into the folder where the first call looks for them.
+``AMP_BUILD_KERNELS=0`` leaves them out, and ``=1`` makes it an error if they cannot be compiled. Without them the wheel
+is for any machine, and the kernels are compiled when they are first needed. Everything else is in ``pyproject.toml``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WITH_KERNELS = FITS and ASKED != "0"
 
 
 class BuildWithKernels(build_py):
-    """Compiles the libraries beside the copied modules, or, for an editable install, the one for this CPU into the cache."""
+    """Compiles the libraries beside the copied modules; for an editable install, the one for this CPU in the cache."""
 
     def run(self) -> None:
         super().run()

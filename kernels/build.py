@@ -3,12 +3,12 @@
 ``prepare`` is called by a back end that is about to run a graph with low-precision ops on a CPU
 (``runtime/prepare.py``), and by ``amp-compiler doctor``. There is one library per kind of CPU (``capability.py``),
 which serves every supported release of torch. A wheel for Linux on x86-64 contains them (``lib/``), and an editable
-install compiles the one for its CPU (``setup.py``). Otherwise the system's compiler builds it in a few seconds, with a line on stderr before and after
-(``AMP_LOGS=quiet`` suppresses them). If several threads or processes need it at the same time, one compiles and the
-others wait. It is kept in ``~/.cache/amp_compiler`` (or ``$XDG_CACHE_HOME``, or ``$AMP_CACHE_DIR``) under a name that
-depends on the sources, so a change of those builds a new one. Where there is no library and no compiler, on a CPU
-without AVX2, and with ``AMP_CPU_KERNELS=python``, the same ops run in Python: the same numbers within fp32's rounding,
-20 to 50 % slower.
+install compiles the one for its CPU (``setup.py``). Otherwise the system's compiler builds it in a few seconds, with a
+line on stderr before and after (``AMP_LOGS=quiet`` suppresses them). If several threads or processes need it at the
+same time, one compiles and the others wait. It is kept in ``~/.cache/amp_compiler`` (or ``$XDG_CACHE_HOME``, or
+``$AMP_CACHE_DIR``) under a name that depends on the sources, so a change of those builds a new one. Where there is no
+library and no compiler, on a CPU without AVX2, and with ``AMP_CPU_KERNELS=python``, the same ops run in Python: the
+same numbers within fp32's rounding, 20 to 50 % slower.
 """
 
 from __future__ import annotations

@@ -23,8 +23,9 @@ CACHE = "AMP_CACHE_DIR"
 #: kind of CPU -> what the compiler calls it
 MARCH = {"avx512": "x86-64-v4", "avx2": "x86-64-v3", "native": "native"}
 MINUTES = 5  # timeout of the compiler
-#: the file with the loops, which take the kernels' time; the rest calls them, and torch. For loops that are written with
-#: vectors, or marked as such, -O3 takes longer than -O2 with short loops unrolled (by -fpeel-loops), and gives no faster code
+#: the file with the loops, which take the kernels' time; the rest calls them, and torch. For loops that are written
+#: with vectors, or marked as such, -O3 takes longer than -O2 with short loops unrolled (by -fpeel-loops), and gives no
+#: faster code
 _LOOPS = "loops.cpp"
 _FLAGS = ("-std=c++17", "-fpeel-loops", "-fPIC", "-fvisibility=hidden", "-fopenmp-simd")
 #: torch's library, by the name with which it is in the process already; an empty one stands for it while linking
@@ -43,8 +44,8 @@ def cache_folder() -> Path:
 
 
 def kind_here() -> str | None:
-    """Return the kind of this CPU, by what Linux tells of it; None if it has less than AVX2. An installer asks, which has no
-    torch; ``capability.py`` has the last word when kernels are loaded."""
+    """Return the kind of this CPU, by what Linux tells of it; None if it has less than AVX2. An installer asks, which
+    has no torch; ``capability.py`` has the last word when kernels are loaded."""
     there = set(_features().split())
     wanted = {
         "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"},

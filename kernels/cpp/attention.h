@@ -33,7 +33,7 @@ struct Part {
   int64_t batch, batches, head, heads;
 };
 
-constexpr int64_t HEADS_HELD = int64_t(1) << 19;  // fp32 values of heads that are widened at a time, and their results: 2 MB
+constexpr int64_t HEADS_HELD = int64_t(1) << 17;  // fp32 values of heads that are widened at a time, and results: half an L2
 
 // Calls f for every part, in parallel. `values`: how many fp32 values one head of keys needs with its queries.
 template <class F>

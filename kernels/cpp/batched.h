@@ -1,12 +1,14 @@
-// A batch of products: as many at a time as stay in the cache are rounded and multiplied by torch's own batched product; large
-// ones, and those of a few rows, one by one, as single products are (cast_matmul.h).
+// A batch of products. Small ones: by packed blocks, one by one; on a CPU without these, as many at a time as stay in the cache
+// are rounded and multiplied by torch's own batched product. Large ones, and those of a few rows with large matrices, as single
+// products are (cast_matmul.h).
 #pragma once
 
 #include "cast_matmul.h"
 
 namespace amp {
 
-constexpr int64_t BATCH_HELD = int64_t(1) << 18;  // fp32 values of operands and results: 1 MB
+constexpr int64_t BATCH_HELD = int64_t(1) << 17;  // fp32 values of operands and results: half an L2
+constexpr int64_t LARGE = int64_t(1) << 14;       // values of a matrix for which a few rows are multiplied one by one
 
 // The operands of a batch: matrix i begins `i * step` elements after the first.
 struct Batch {
@@ -42,13 +44,22 @@ inline void multiply_batch(const Tensor& left, const Tensor& right, Type low, co
   const Batch a(left, low), b(right, low);
   const int64_t number = left.size(0), m = left.size(1), k = left.size(2), n = right.size(2);
   const int64_t threads = at::get_num_threads(), values = m * k + k * n + m * n;
-  const bool few = m <= (b.first.turned ? A_FEW : A_FEW_SUMS);
-  if (few || 2 * values > BATCH_HELD) {
+  const bool few = m <= (b.first.turned ? A_FEW : A_FEW_SUMS) && (m <= 2 || k * n >= LARGE);
+  if (few || values > BATCH_HELD) {
     const auto some = [&](int64_t i, int64_t end) {
       for (; i < end; ++i) multiply(a.item(i), b.item(i), to.from(i * m), m, k);
     };
     number < threads ? some(0, number) : at::parallel_for(0, number, std::max<int64_t>(GRAIN / values, 1), some);
     return;
+  }
+  if (blocks_work() && k <= LONGEST) {
+    return at::parallel_for(0, number, std::max<int64_t>(GRAIN / values, 1), [&](int64_t i, int64_t end) {
+      float* packed = scratch(RIGHT).take(blocks(n, COLUMNS) * COLUMNS * k);
+      for (; i < end; ++i) {
+        pack_columns(b.item(i), packed, k, 0, n);
+        multiply_rows(a.item(i), packed, to.from(i * m), 0, m, k, 0, n);
+      }
+    });
   }
   const int64_t group = std::max<int64_t>(std::min(BATCH_HELD / values, blocks(number, threads)), 1);
   at::parallel_for(0, blocks(number, group), std::max<int64_t>(GRAIN / (values * group), 1), [&](int64_t i, int64_t end) {

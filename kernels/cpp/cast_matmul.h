@@ -132,6 +132,7 @@ inline void multiply_few(const Operand& a, const Operand& b, const Result& to, i
 constexpr int64_t PANEL_ROWS = 1024;          // of a that are rounded at a time
 constexpr int64_t PANEL = 256;                // columns of b
 constexpr int64_t PANEL_VALUES = 1 << 18;     // of b, if it is taken by rows
+constexpr int64_t DIRECT_VALUES = 1 << 22;    // of a, if sums are the result: 16 MB
 constexpr int64_t BY_ROWS = 256;              // rows of a: for more, adding up the sums costs more than packing columns
 
 inline Tensor column_panel(const Operand& b, int64_t first, int64_t width, int64_t k) {
@@ -168,9 +169,13 @@ inline void multiply_panel(const Tensor& left, const Operand& b, const Result& t
 inline void multiply_panels(const Operand& a, const Operand& b, const Result& to, int64_t m, int64_t k) {
   const int64_t n = to.n;
   const int64_t share = blocks(blocks(n, at::get_num_threads()), 16) * 16;  // columns of a thread
-  const int64_t columns = b.turned || m > BY_ROWS ? std::min(PANEL, share) : share;
-  for (int64_t start = 0; start < m; start += PANEL_ROWS) {
-    const int64_t height = std::min(PANEL_ROWS, m - start);
+  // Sums that are the result need no memory of their own, so parts of both operands can be larger: torch's product packs each of
+  // them once per pair.
+  const int64_t most = to.direct() ? std::max(PANEL, std::min(4 * PANEL, DIRECT_VALUES / 2 / k)) : PANEL;
+  const int64_t columns = b.turned || m > BY_ROWS ? std::min(most, share) : share;
+  const int64_t tall = to.direct() ? std::max(PANEL_ROWS, DIRECT_VALUES / k) : PANEL_ROWS;
+  for (int64_t start = 0; start < m; start += tall) {
+    const int64_t height = std::min(tall, m - start);
     float* rows = scratch(LEFT).take(height * k);
     // Lines as they are in memory: torch's product takes either order.
     const Operand lines{a.data, a.stride, false, a.type, a.low};

@@ -79,15 +79,16 @@ SHAPES = st.tuples(*(st.integers(1, most) for most in (3, 40, 9, 70, 40)))
 def test_kernels_of_one_pixel(
     shape: tuple[int, int, int, int, int], last: bool, weight_last: bool, dtype: torch.dtype
 ) -> None:
-    """Forward and both gradients: small integers have exact sums in any order, so results are equal bit for bit; their order
-    in memory is that of torch's convolution."""
+    """Forward and both gradients: small integers have exact sums in any order, so results are equal bit for bit; their
+    order in memory is that of torch's convolution."""
     images, inputs, height, width, outputs = shape
     torch.manual_seed(0)
 
     def numbers(*sizes: int) -> Tensor:
         return torch.randint(-3, 4, sizes).float()
 
-    x, w, g = numbers(images, inputs, height, width), numbers(outputs, inputs, 1, 1), numbers(images, outputs, height, width)
+    x, g = numbers(images, inputs, height, width), numbers(images, outputs, height, width)
+    w = numbers(outputs, inputs, 1, 1)
     x, g = (t.contiguous(memory_format=LAST) if last else t for t in (x, g))
     w = w.contiguous(memory_format=LAST) if weight_last else w
     rest = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
