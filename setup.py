@@ -1,5 +1,6 @@
 """Puts the compiled CPU kernels into the wheel: on Linux on x86-64, where there is a C++ compiler.
 
+An editable install compiles those for this CPU, into the folder where the first call looks for them.
 ``AMP_BUILD_KERNELS=0`` leaves them out, and ``=1`` makes it an error if they cannot be compiled. Without them the wheel
 is for any machine, and the kernels are compiled when they are first needed. Everything else is in ``pyproject.toml``.
 """
@@ -31,26 +32,28 @@ WITH_KERNELS = FITS and ASKED != "0"
 
 
 class BuildWithKernels(build_py):
-    """Compiles the libraries beside the copied modules. An editable install compiles when kernels are first needed."""
+    """Compiles the libraries beside the copied modules; for an editable install, the one for this CPU in the cache."""
 
     def run(self) -> None:
         super().run()
-        if WITH_KERNELS and not self.editable_mode:
-            self._compile(Path(self.build_lib) / "amp_compiler" / "kernels" / "lib")
+        if not WITH_KERNELS:
+            return
+        try:
+            if self.editable_mode:
+                self._compile(compile_cpp.cache_folder(), [compile_cpp.kind_here()])
+            else:
+                self._compile(Path(self.build_lib) / "amp_compiler" / "kernels" / "lib", ["avx2", "avx512"])
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: there is no home folder
+            if ASKED == "1":
+                raise
+            print(f"without compiled kernels: {error}\n{getattr(error, 'stderr', '')}", file=sys.stderr)
 
-    def _compile(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        for kind in ("avx2", "avx512"):
+    def _compile(self, folder: Path, kinds: list[str | None]) -> None:
+        for kind in filter(None, kinds):
             path = folder / compile_cpp.library_name(kind)
-            if path.exists():
-                continue
-            try:
+            if not path.exists():
+                folder.mkdir(parents=True, exist_ok=True)
                 compile_cpp.compile_library(COMPILER, kind, path)
-            except (OSError, subprocess.SubprocessError) as error:
-                if ASKED == "1":
-                    raise
-                print(f"without compiled kernels: {error}\n{getattr(error, 'stderr', '')}", file=sys.stderr)
-                return
 
 
 class WheelOfAnyPython(bdist_wheel):

@@ -2,13 +2,13 @@
 
 ``prepare`` is called by a back end that is about to run a graph with low-precision ops on a CPU
 (``runtime/prepare.py``), and by ``amp-compiler doctor``. There is one library per kind of CPU (``capability.py``),
-which serves every supported release of torch. A wheel for Linux on x86-64 contains them (``lib/``). Otherwise the
-system's compiler builds the one for this CPU in a few seconds, with a line on stderr before and after
-(``AMP_LOGS=quiet`` suppresses them). If several threads or processes need it at the same time, one compiles and the
-others wait. It is kept in ``~/.cache/amp_compiler`` (or ``$XDG_CACHE_HOME``, or ``$AMP_CACHE_DIR``) under a name that
-depends on the sources, so a change of those builds a new one. Where there is no library and no compiler, on a CPU
-without AVX2, and with ``AMP_CPU_KERNELS=python``, the same ops run in Python: the same numbers within fp32's rounding,
-20 to 50 % slower.
+which serves every supported release of torch. A wheel for Linux on x86-64 contains them (``lib/``), and an editable
+install compiles the one for its CPU (``setup.py``). Otherwise the system's compiler builds it in a few seconds, with a
+line on stderr before and after (``AMP_LOGS=quiet`` suppresses them). If several threads or processes need it at the
+same time, one compiles and the others wait. It is kept in ``~/.cache/amp_compiler`` (or ``$XDG_CACHE_HOME``, or
+``$AMP_CACHE_DIR``) under a name that depends on the sources, so a change of those builds a new one. Where there is no
+library and no compiler, on a CPU without AVX2, and with ``AMP_CPU_KERNELS=python``, the same ops run in Python: the
+same numbers within fp32's rounding, 20 to 50 % slower.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from amp_compiler.common.notice import tell
 from . import capability, compile_cpp, registry
 from . import cast_matmul as _defines_cast_matmul  # noqa: F401  (torch wants the library's ops defined before it)
 from . import wide as _defines_wide  # noqa: F401
+from .compile_cpp import cache_folder as cache_folder
 
 PACKAGED = Path(__file__).with_name("lib")
-CACHE = "AMP_CACHE_DIR"
-_SECONDS = 8  # what compiling takes, roughly, on two cores
+CACHE = compile_cpp.CACHE
+_SECONDS = 3  # what compiling takes, roughly, on two cores
 _PREPARING = threading.RLock()  # one thread loads, others wait
 
 
@@ -155,8 +156,3 @@ def _acquire(lock: IO[str]) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX)
     except OSError:
         return
-
-
-def cache_folder() -> Path:
-    own = os.environ.get(CACHE)
-    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "amp_compiler"

@@ -8,7 +8,7 @@ rounded once, to ``out_dtype`` (``dtype`` or fp32). So no cast of an operand is 
 that is wanted in fp32 is returned in fp32.
 
 ``reference`` defines the meaning. On a CPU, torch's fp32 product runs (see ``cpu.py``), between conversions in C++
-(``cpp/cast_matmul.h``) or, where that is not built, in Python; on CUDA and ROCm, a Triton kernel runs
+(``cpp/cast_matmul.h``, ``cpp/loops.h``) or, where that is not built, in Python; on CUDA and ROCm, a Triton kernel runs
 (``cast_matmul_triton.py``, loaded when a tensor there needs it).
 """
 

@@ -1,4 +1,5 @@
-"""Compiles the CPU kernels in C++ (``cpp/``) into one library: its files side by side, one process each.
+"""Compiles the CPU kernels in C++ (``cpp/``) into one library: its two files side by side, one process each. They take
+about as long as each other: ``loops.cpp`` has the loops, for every dtype, and ``ops.cpp`` what calls them.
 
 The kernels call torch through C functions that it keeps compatible, and declare those themselves, so neither torch nor
 its headers are needed here: ``setup.py`` loads this file to put libraries into a wheel, and ``build.py`` compiles with
@@ -18,12 +19,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCES = Path(__file__).with_name("cpp")
+CACHE = "AMP_CACHE_DIR"
 #: kind of CPU -> what the compiler calls it
 MARCH = {"avx512": "x86-64-v4", "avx2": "x86-64-v3", "native": "native"}
 MINUTES = 5  # timeout of the compiler
-#: files whose loops are written with vectors: for them -O3 takes longer than -O2 with short loops unrolled (by
-#: -fpeel-loops), and gives no faster code
-_VECTORS = frozenset(("cast_matmul_bf16.cpp", "cast_matmul_fp16.cpp", "ops.cpp"))
+#: the file with the loops, which take the kernels' time; the rest calls them, and torch. For loops that are written
+#: with vectors, or marked as such, -O3 takes longer than -O2 with short loops unrolled (by -fpeel-loops), and gives no
+#: faster code
+_LOOPS = "loops.cpp"
 _FLAGS = ("-std=c++17", "-fpeel-loops", "-fPIC", "-fvisibility=hidden", "-fopenmp-simd")
 #: torch's library, by the name with which it is in the process already; an empty one stands for it while linking
 _TORCH = "libtorch_cpu.so"
@@ -32,6 +35,23 @@ _TORCH = "libtorch_cpu.so"
 def find_compiler() -> str | None:
     """Return the C++ compiler: what ``CXX`` says, or the first that there is."""
     return os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+
+
+def cache_folder() -> Path:
+    """Return where libraries that were compiled on this machine are kept."""
+    own = os.environ.get(CACHE)
+    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "amp_compiler"
+
+
+def kind_here() -> str | None:
+    """Return the kind of this CPU, by what Linux tells of it; None if it has less than AVX2. An installer asks, which
+    has no torch; ``capability.py`` has the last word when kernels are loaded."""
+    there = set(_features().split())
+    wanted = {
+        "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"},
+        "avx2": {"avx2", "fma", "f16c", "bmi1", "bmi2", "abm"},
+    }
+    return next((kind for kind, flags in wanted.items() if flags <= there), None)
 
 
 def library_name(kind: str) -> str:
@@ -67,7 +87,7 @@ def _flags(kind: str) -> tuple[str, ...]:
 
 
 def _level(source: Path) -> str:
-    return "-O2" if source.name in _VECTORS else "-O3"
+    return "-O2" if source.name == _LOOPS else "-O1"
 
 
 def _run(command: Sequence[str]) -> None:

@@ -3,28 +3,20 @@
 // of queries, as in decoding, keys and values are read once, widened in registers, and no copy of them is written.
 #pragma once
 
-#include <array>
-#include <cmath>
-#include <limits>
-#include <tuple>
-
 #include "cast_matmul.h"
-#include "exponential.h"
 
 namespace amp {
 
-// Element (b, h, l, d) is data[b * batch + h * head + l * row + d].
-template <class T>
+// Element (b, h, l, d) is number b * batch + h * head + l * row + d.
 struct Heads {
-  T* data;
+  void* data;
+  Type type;
   int64_t batch, head, row;
-  T* at(int64_t b, int64_t h) const { return data + b * batch + h * head; }
+  explicit Heads(const Tensor& x)
+      : data(const_cast<void*>(x.const_data_ptr())), type(x.scalar_type()), batch(x.stride(0)), head(x.stride(1)),
+        row(x.stride(2)) {}
+  void* at(int64_t b, int64_t h, int64_t l = 0) const { return advanced(data, type, b * batch + h * head + l * row); }
 };
-
-template <class T>
-Heads<T> heads(const Tensor& x) {
-  return {const_cast<T*>(x.const_data_ptr<std::remove_const_t<T>>()), x.stride(0), x.stride(1), x.stride(2)};
-}
 
 inline Tensor in_rows(const Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
 
@@ -41,14 +33,14 @@ struct Part {
   int64_t batch, batches, head, heads;
 };
 
-constexpr int64_t HEADS_HELD = int64_t(1) << 19;  // fp32 values of heads that are widened at a time, and their results: 2 MB
+constexpr int64_t HEADS_HELD = int64_t(1) << 17;  // fp32 values of heads that are widened at a time, and results: half an L2
 
 // Calls f for every part, in parallel. `values`: how many fp32 values one head of keys needs with its queries.
 template <class F>
 void in_parts(const Attention& s, int64_t values, const F& f) {
   const int64_t all = s.batches * s.key_heads;
-  const int64_t fit = std::clamp<int64_t>(HEADS_HELD / std::max<int64_t>(values, 1), 1, blocks(all, at::get_num_threads()));
-  const int64_t heads = std::min(fit, s.key_heads), batches = std::max<int64_t>(fit / s.key_heads, 1);
+  const int64_t fit = std::min(HEADS_HELD / std::max<int64_t>(values, 1), blocks(all, at::get_num_threads()));
+  const int64_t heads = std::max<int64_t>(std::min(fit, s.key_heads), 1), batches = std::max<int64_t>(fit / s.key_heads, 1);
   const int64_t across = blocks(s.key_heads, heads), down = blocks(s.batches, batches);
   at::parallel_for(0, across * down, 1, [&](int64_t i, int64_t end) {
     const at::NoGradGuard no_grad;
@@ -67,22 +59,20 @@ inline bool in_one(const Tensor& x, const Part& part, int64_t group) {
 }
 
 // The heads of a part, widened; `group`: how many of them there are for each head of keys.
-template <class Low>
-Tensor widened_heads(const Tensor& x, const Part& part, int64_t group, float* to) {
-  const Heads<const Low> from = heads<const Low>(x);
+inline Tensor widened_heads(const Tensor& x, const Part& part, int64_t group, float* to) {
+  const Heads from(x);
   const int64_t number = part.heads * group, length = x.size(2), width = x.size(3);
   if (in_one(x, part, group)) {
-    widen(from.at(part.batch, 0), to, part.batches * number * length * width);
+    widen(from.type, from.at(part.batch, 0), to, part.batches * number * length * width);
     return at::from_blob(to, {part.batches, number, length, width}, x.strides(), at::kFloat);
   }
   float* next = to;
   for (int64_t b = part.batch; b < part.batch + part.batches; ++b) {
     for (int64_t h = part.head * group; h < part.head * group + number; ++h) {
-      const Low* head = from.at(b, h);
       if (from.row == width) {
-        widen(head, next, length * width);
+        widen(from.type, from.at(b, h), next, length * width);
       } else {
-        for (int64_t l = 0; l < length; ++l) widen(head + l * from.row, next + l * width, width);
+        widen(from.type, from.at(b, h), from.row, next, width, length, width);
       }
       next += length * width;
     }
@@ -91,21 +81,17 @@ Tensor widened_heads(const Tensor& x, const Part& part, int64_t group, float* to
 }
 
 // Rounds the heads of a part to where they belong in `result`.
-template <class Low>
-void round_heads(const Tensor& x, const Tensor& result, const Part& part, int64_t group) {
-  const Heads<const float> from = heads<const float>(x);
-  const Heads<Low> to = heads<Low>(result);
+inline void round_heads(const Tensor& x, const Tensor& result, const Part& part, int64_t group) {
+  const Heads from(x), to(result);
   const int64_t length = x.size(2), width = x.size(3);
   const bool alike = from.head == to.head && from.row == to.row && x.stride(3) == 1;
   if (alike && in_one(result, part, group) && in_one(x, part, group)) {
-    return finish<Low>(from.data, nullptr, to.at(part.batch, 0), x.numel());
+    return finish(to.type, static_cast<const float*>(from.data), to.at(part.batch, 0), x.numel());
   }
   for (int64_t b = 0; b < part.batches; ++b) {
     for (int64_t h = 0; h < part.heads * group; ++h) {
-      for (int64_t l = 0; l < length; ++l) {
-        Low* row = to.at(part.batch + b, part.head * group + h) + l * to.row;
-        finish<Low>(from.at(b, h) + l * from.row, nullptr, row, width);
-      }
+      finish(to.type, static_cast<const float*>(from.at(b, h)), from.row, nullptr,
+             to.at(part.batch + b, part.head * group + h), to.row, length, width);
     }
   }
 }
@@ -154,36 +140,16 @@ inline std::array<int64_t, 4> mask_steps(const std::optional<Tensor>& mask, std:
 
 constexpr int64_t A_FEW_QUERIES = 4;
 
-// Scores to probabilities, which are not divided by their sum yet; returns the greatest score (0 if all are -inf) and the sum.
-inline std::pair<float, float> exponentials(float* scores, const float* mask, int64_t step, float scale, int64_t n) {
-  float most = -std::numeric_limits<float>::infinity();
-#pragma omp simd reduction(max : most)
-  for (int64_t j = 0; j < n; ++j) {
-    scores[j] = scores[j] * scale + (mask ? mask[j * step] : 0.0f);
-    most = scores[j] > most ? scores[j] : most;
-  }
-  const float from = std::isinf(most) && most < 0 ? 0.0f : most;
-  float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t j = 0; j < n; ++j) {
-    const float x = scores[j] - from;
-    scores[j] = x < -87.0f ? 0.0f : exponential(x);
-    sum += scores[j];
-  }
-  return {from, sum};
-}
-
-template <class Low>
-void attend_few(const Attention& s, Heads<const Low> q, Heads<const Low> k, Heads<const Low> v, const float* mask,
-                const int64_t* steps, bool causal, float scale, Heads<Low> out, float* logs, int64_t b, int64_t h) {
+inline void attend_few(const Attention& s, const Heads& q, const Heads& k, const Heads& v, const float* mask,
+                       const int64_t* steps, bool causal, float scale, const Heads& out, float* logs, int64_t b, int64_t h) {
   const int64_t rows = s.group * s.queries, heads = s.key_heads * s.group;
   float* queries = scratch(LEFT).take(rows * s.width);
   float* scores = scratch(RIGHT).take(rows * s.keys);
   float* sums = scratch(SUMS).take(rows * s.width);
   for (int64_t r = 0; r < rows; ++r) {
-    widen(q.at(b, h * s.group + r / s.queries) + r % s.queries * q.row, queries + r * s.width, s.width);
+    widen(q.type, q.at(b, h * s.group + r / s.queries, r % s.queries), queries + r * s.width, s.width);
   }
-  dot_columns<Low>(queries, k.at(b, h), k.row, scores, s.keys, s.keys, rows, s.width);
+  dot_columns(queries, Operand{k.at(b, h), k.row, true, k.type, k.type}, 0, scores, s.keys, s.keys, rows, s.width);
   float totals[16];
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t head = h * s.group + r / s.queries, l = r % s.queries;
@@ -192,53 +158,55 @@ void attend_few(const Attention& s, Heads<const Low> q, Heads<const Low> k, Head
     const auto [most, total] = exponentials(scores + r * s.keys, masked, steps[3], scale, seen);
     std::fill(scores + r * s.keys + seen, scores + (r + 1) * s.keys, 0.0f);
     totals[r] = total;
-    logs[(b * s.queries + l) * heads + head] = total == 0.0f ? most : most + std::log(total);
+    logs[(b * s.queries + l) * heads + head] = total == 0.0f ? most : most + __builtin_logf(total);
   }
   std::fill(sums, sums + rows * s.width, 0.0f);
-  int64_t j = 0;
-  for (; j + 8 <= s.keys; j += 8) add_rows<Low, 8>(scores + j, s.keys, v.at(b, h) + j * v.row, v.row, sums, s.width, rows);
-  for (; j < s.keys; ++j) add_rows<Low, 1>(scores + j, s.keys, v.at(b, h) + j * v.row, v.row, sums, s.width, rows);
+  add_rows(scores, Operand{v.at(b, h), v.row, false, v.type, v.type}, 0, sums, s.width, rows, s.keys);
   for (int64_t r = 0; r < rows; ++r) {
     const float share = totals[r] == 0.0f ? 0.0f : 1.0f / totals[r];
     for (int64_t d = 0; d < s.width; ++d) sums[r * s.width + d] *= share;
-    finish<Low>(sums + r * s.width, nullptr, out.at(b, h * s.group + r / s.queries) + r % s.queries * out.row, s.width);
+    finish(out.type, sums + r * s.width, out.at(b, h * s.group + r / s.queries, r % s.queries), s.width);
   }
 }
 
 // ----------------------------------------------------------------------------------------------------- the two ops
 
-template <class Low>
-std::tuple<Tensor, Tensor> attention(const Tensor& query, const Tensor& key, const Tensor& value, double dropout, bool causal,
-                                     const std::optional<Tensor>& attn_mask, std::optional<double> scale) {
+inline void check_low(Type dtype) {
+  TORCH_CHECK(dtype == at::kHalf || dtype == at::kBFloat16, "attention in fp32 is for float16 and bfloat16, not ", dtype);
+}
+
+inline std::tuple<Tensor, Tensor> attention_cpu(const Tensor& query, const Tensor& key, const Tensor& value, double dropout,
+                                                bool causal, const std::optional<Tensor>& attn_mask,
+                                                std::optional<double> scale) {
+  check_low(query.scalar_type());
   const Tensor q = in_rows(query), k = in_rows(key), v = in_rows(value);
   const Attention s(q, k);
   const std::optional<Tensor> mask = wide_mask(attn_mask);
   const Tensor result = at::empty_like(q);
   const Tensor logs = at::empty({s.batches, s.queries, q.size(1)}, at::kFloat);
   float* to_logs = logs.mutable_data_ptr<float>();
-  const auto from_q = heads<const Low>(q), from_k = heads<const Low>(k), from_v = heads<const Low>(v);
-  const auto to = heads<Low>(result);
+  const Heads from_q(q), from_k(k), from_v(v), to(result);
   const int64_t per_key = s.keys * s.width, per_query = s.group * s.queries * s.width;
   if (s.queries <= A_FEW_QUERIES && s.group * s.queries <= A_FEW && dropout == 0.0 && s.keys > 0) {
     const std::array<int64_t, 4> steps = mask_steps(mask, {s.batches, q.size(1), s.queries, s.keys});
     const float* masked = mask ? mask->const_data_ptr<float>() : nullptr;
-    const float factor = static_cast<float>(scale.value_or(1.0 / std::sqrt(static_cast<double>(s.width))));
+    const float factor = static_cast<float>(scale.value_or(1.0 / __builtin_sqrt(static_cast<double>(s.width))));
     at::parallel_for(0, s.batches * s.key_heads, std::max<int64_t>(GRAIN / (per_key + 1), 1), [&](int64_t i, int64_t end) {
       for (; i < end; ++i) {
-        attend_few<Low>(s, from_q, from_k, from_v, masked, steps.data(), causal, factor, to, to_logs,
-                        i / s.key_heads, i % s.key_heads);
+        attend_few(s, from_q, from_k, from_v, masked, steps.data(), causal, factor, to, to_logs, i / s.key_heads,
+                   i % s.key_heads);
       }
     });
   } else {
     in_parts(s, 2 * (per_query + per_key), [&](const Part& part) {
       const int64_t number = part.batches * part.heads;
       float* held = scratch(LEFT).take(number * (per_query + 2 * per_key));
-      const Tensor wide_q = widened_heads<Low>(q, part, s.group, held);
-      const Tensor wide_k = widened_heads<Low>(k, part, 1, held + number * per_query);
-      const Tensor wide_v = widened_heads<Low>(v, part, 1, held + number * (per_query + per_key));
+      const Tensor wide_q = widened_heads(q, part, s.group, held);
+      const Tensor wide_k = widened_heads(k, part, 1, held + number * per_query);
+      const Tensor wide_v = widened_heads(v, part, 1, held + number * (per_query + per_key));
       const auto [some, log] = at::_scaled_dot_product_flash_attention_for_cpu(wide_q, wide_k, wide_v, dropout, causal,
                                                                               of_part(mask, part, s.group), scale);
-      round_heads<Low>(some, result, part, s.group);
+      round_heads(some, result, part, s.group);
       copy_logs(log, to_logs, q.size(1), part, s.group);
     });
   }
@@ -246,11 +214,11 @@ std::tuple<Tensor, Tensor> attention(const Tensor& query, const Tensor& key, con
   return {result, logs.transpose(1, 2)};
 }
 
-template <class Low>
-std::tuple<Tensor, Tensor, Tensor> attention_backward(
+inline std::tuple<Tensor, Tensor, Tensor> attention_backward_cpu(
     const Tensor& gradient, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out,
     const Tensor& logs, double dropout, bool causal, const std::optional<Tensor>& attn_mask, std::optional<double> scale) {
-  constexpr auto low = c10::CppTypeToScalarType<Low>::value;
+  const Type low = query.scalar_type();
+  check_low(low);
   const Tensor q = in_rows(query), k = in_rows(key), v = in_rows(value), g = in_rows(gradient.to(low)), o = in_rows(out.to(low));
   const Attention s(q, k);
   const std::optional<Tensor> mask = wide_mask(attn_mask);
@@ -264,12 +232,12 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
     const int64_t number = part.batches * part.heads;
     float* next = scratch(LEFT).take(number * (3 * per_query + 2 * per_key));
     const auto widened_queries = [&](const Tensor& x) {
-      const Tensor wide = widened_heads<Low>(x, part, s.group, next);
+      const Tensor wide = widened_heads(x, part, s.group, next);
       next += number * per_query;
       return wide;
     };
     const auto widened_keys = [&](const Tensor& x) {
-      const Tensor wide = widened_heads<Low>(x, part, 1, next);
+      const Tensor wide = widened_heads(x, part, 1, next);
       next += number * per_key;
       return wide;
     };
@@ -278,29 +246,11 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
     const Tensor log = all_logs.narrow(0, part.batch, part.batches).narrow(1, part.head * s.group, part.heads * s.group);
     const auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
         wide_g, wide_q, wide_k, wide_v, wide_o, log, dropout, causal, of_part(mask, part, s.group), scale);
-    round_heads<Low>(dq, grad_q, part, s.group);
-    round_heads<Low>(dk, grad_k, part, 1);
-    round_heads<Low>(dv, grad_v, part, 1);
+    round_heads(dq, grad_q, part, s.group);
+    round_heads(dk, grad_k, part, 1);
+    round_heads(dv, grad_v, part, 1);
   });
   return {grad_q, grad_k, grad_v};
-}
-
-inline std::tuple<Tensor, Tensor> attention_cpu(const Tensor& query, const Tensor& key, const Tensor& value, double dropout,
-                                                bool causal, const std::optional<Tensor>& mask, std::optional<double> scale) {
-  const auto dtype = query.scalar_type();
-  TORCH_CHECK(dtype == at::kHalf || dtype == at::kBFloat16, "attention in fp32 is for float16 and bfloat16, not ", dtype);
-  return dtype == at::kHalf ? attention<c10::Half>(query, key, value, dropout, causal, mask, scale)
-                            : attention<c10::BFloat16>(query, key, value, dropout, causal, mask, scale);
-}
-
-inline std::tuple<Tensor, Tensor, Tensor> attention_backward_cpu(
-    const Tensor& gradient, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out, const Tensor& logs,
-    double dropout, bool causal, const std::optional<Tensor>& mask, std::optional<double> scale) {
-  const auto dtype = query.scalar_type();
-  TORCH_CHECK(dtype == at::kHalf || dtype == at::kBFloat16, "attention in fp32 is for float16 and bfloat16, not ", dtype);
-  return dtype == at::kHalf
-             ? attention_backward<c10::Half>(gradient, query, key, value, out, logs, dropout, causal, mask, scale)
-             : attention_backward<c10::BFloat16>(gradient, query, key, value, out, logs, dropout, causal, mask, scale);
 }
 
 }  // namespace amp

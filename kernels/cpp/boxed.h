@@ -1,10 +1,6 @@
 // Functions as kernels of ops: arguments come from torch's stack, and results go there.
 #pragma once
 
-#include <cstring>
-#include <tuple>
-#include <type_traits>
-
 #include "tensor.h"
 
 namespace amp {
@@ -16,12 +12,12 @@ template <class T>
 struct Boxed {
   static T take(StableIValue from) {
     T value;
-    std::memcpy(&value, &from, sizeof(T));
+    __builtin_memcpy(&value, &from, sizeof(T));
     return value;
   }
   static StableIValue give(T value) {
     StableIValue to = 0;
-    std::memcpy(&to, &value, sizeof(T));
+    __builtin_memcpy(&to, &value, sizeof(T));
     return to;
   }
 };

@@ -1,17 +1,13 @@
-// The compiled CPU kernels as ops: see ../build.py for how and when they are compiled, and ../cast_matmul.py, ../unscale.py
-// and ../lstm.py for their definitions.
+// The compiled CPU kernels as ops: see ../build.py for how and when they are compiled, and ../cast_matmul.py, ../wide.py,
+// ../unscale.py and ../lstm.py for their definitions. What takes their time is in loops.cpp, and in torch.
 #include "ops.h"
 
-#include "cast_matmul.h"
-#include "multi_tensor.h"
+#include "attention.h"
+#include "batched.h"
+#include "lstm.h"
 #include "wide.h"
 
 namespace amp {
-
-extern template Tensor cast_matmul<c10::Half, float>(const Tensor&, const Tensor&, const std::optional<Tensor>&);
-extern template Tensor cast_matmul<c10::Half, c10::Half>(const Tensor&, const Tensor&, const std::optional<Tensor>&);
-extern template Tensor cast_matmul<c10::BFloat16, float>(const Tensor&, const Tensor&, const std::optional<Tensor>&);
-extern template Tensor cast_matmul<c10::BFloat16, c10::BFloat16>(const Tensor&, const Tensor&, const std::optional<Tensor>&);
 
 namespace {
 
@@ -20,19 +16,25 @@ int64_t bytes_held() { return scratch_bytes(); }
 
 void register_all() {
   Library any("amp_cpu", "CompositeImplicitAutograd");  // sees lists as they are: lazy conjugation is not resolved
-  any.def("unscale_(Tensor[] tensors, Tensor found, Tensor factor) -> Tensor[]", &boxed<&unscale_cpu>);
-  any.def("all_finite(Tensor[] tensors) -> (bool, Tensor[])", &boxed<&all_finite_cpu>);
-  any.def("norm(Tensor[] tensors) -> (float, Tensor[])", &boxed<&norm_cpu>);
+  register_lists(any);
   any.def("conversions() -> (int, int)", &boxed<&counted>);
   any.def("scratch_bytes() -> int", &boxed<&bytes_held>);
-  register_lstm(any);
+  any.def(
+      "lstm_forward(Tensor(a!) gates, Tensor state, Tensor cell, Tensor right, Tensor(b!) out, Tensor(c!) cells, bool reverse)"
+      " -> ()",
+      &boxed<&lstm_forward_cpu>);
+  any.def(
+      "lstm_backward(Tensor? given, Tensor(a!) state, Tensor(b!) cell, Tensor gates, Tensor cells, Tensor first_cell,"
+      " Tensor right, Tensor(c!) sums, bool reverse) -> ()",
+      &boxed<&lstm_backward_cpu>);
 
   Library cpu("amp", "CPU");
   cpu.impl("cast_matmul", &boxed<&cast_matmul_cpu>);
   cpu.impl("wide_convolution", &boxed<&wide_convolution_cpu>);
   cpu.impl("wide_convolution_backward", &boxed<&wide_convolution_backward_cpu>);
   cpu.impl("wide_baddbmm", &boxed<&wide_baddbmm_cpu>);
-  register_attention(cpu);
+  cpu.impl("wide_scaled_dot_product_flash_attention_for_cpu", &boxed<&attention_cpu>);
+  cpu.impl("wide_scaled_dot_product_flash_attention_for_cpu_backward", &boxed<&attention_backward_cpu>);
   any.keep();
   cpu.keep();
 }
@@ -42,12 +44,12 @@ void register_all() {
 
 // Registers the kernels with the torch of this process; returns what went wrong, or null. ../registry.py calls it.
 extern "C" __attribute__((visibility("default"))) const char* amp_register() {
-  static std::string error;
+  static amp::Error error;
   try {
     amp::register_all();
     return nullptr;
   } catch (const std::exception& problem) {
-    error = problem.what();
-    return error.c_str();
+    error.add(problem.what());
+    return error.what();
   }
 }

@@ -23,7 +23,10 @@ class Library {
   }
   void def(const char* schema, void (*kernel)(StableIValue*, uint64_t, uint64_t)) {
     succeeds(aoti_torch_library_def(definitions_, schema));
-    impl(std::string(schema, std::strchr(schema, '(')).c_str(), kernel);
+    std::vector<char> name;
+    while (*schema != '(') name.push_back(*schema++);
+    name.push_back(0);
+    impl(name.data(), kernel);
   }
 
  private:
@@ -31,7 +34,6 @@ class Library {
   bool kept_ = false;
 };
 
-void register_lstm(Library& library);
-void register_attention(Library& library);
+void register_lists(Library& library);  // the kernels for lists of gradients
 
 }  // namespace amp

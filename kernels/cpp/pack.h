@@ -1,4 +1,4 @@
-// Packs blocks of a matrix, rounded to Low, as fp32 rows, even if they are columns in memory.
+// Packs blocks of a matrix, rounded to Low, as fp32 rows, even if they are columns in memory: see loops.h.
 #pragma once
 
 #include <type_traits>
@@ -6,22 +6,6 @@
 #include "rounding.h"
 
 namespace amp {
-
-// A matrix in memory: element (r, c) is data[r * stride + c], or data[c * stride + r] if it is transposed.
-template <class T>
-struct Matrix {
-  const T* data;
-  int64_t stride;
-  bool turned;
-};
-
-// A matrix of fp32 or Low, which is told when it is packed: what only packs it is compiled once.
-template <class Low>
-struct Operand {
-  const void* data;
-  int64_t stride;
-  bool turned, wide;
-};
 
 // Stands for a low-precision dtype where values are rounded already.
 struct Exact {};
@@ -86,42 +70,33 @@ inline void turn(const T* from, int64_t stride, float* to, int64_t step) {
 }
 #endif
 
-// Packs rows x columns elements, starting at (row, column), to `to`, whose rows are `step` apart.
+// Packs rows x columns elements of rows in memory that are `stride` apart.
 template <class Low, class T>
-void pack(Matrix<T> x, int64_t row, int64_t column, int64_t rows, int64_t columns, float* to, int64_t step) {
-  if (!x.turned) {
-    for (int64_t r = 0; r < rows; ++r) {
-      const T* from = x.data + (row + r) * x.stride + column;
-      if constexpr (std::is_same_v<T, float>) {
-        round<Low>(from, to + r * step, columns);
-      } else {
-        widen(from, to + r * step, columns);
-      }
-    }
-    return;
+void pack_lines(const T* from, int64_t stride, int64_t rows, int64_t columns, float* to, int64_t step) {
+  for (int64_t r = 0; r < rows; ++r) {
+    int64_t c = 0;
+#if AMP_LANES
+    for (; c + AMP_LANES <= columns; c += AMP_LANES) store(to + r * step + c, load_rounded<Low>(from + r * stride + c));
+#endif
+    for (; c < columns; ++c) to[r * step + c] = rounded_one<Low>(from[r * stride + c]);
   }
-  const T* from = x.data + column * x.stride + row;
+}
+
+// The same of columns in memory that are `stride` apart.
+template <class Low, class T>
+void pack_turned(const T* from, int64_t stride, int64_t rows, int64_t columns, float* to, int64_t step) {
   int64_t r = 0;
 #if AMP_LANES == 16
   for (; r + 16 <= rows; r += 16) {
     int64_t c = 0;
-    for (; c + 16 <= columns; c += 16) turn<Low>(from + c * x.stride + r, x.stride, to + r * step + c, step);
+    for (; c + 16 <= columns; c += 16) turn<Low>(from + c * stride + r, stride, to + r * step + c, step);
     for (; c < columns; ++c) {
-      for (int64_t i = r; i < r + 16; ++i) to[i * step + c] = rounded_one<Low>(from[c * x.stride + i]);
+      for (int64_t i = r; i < r + 16; ++i) to[i * step + c] = rounded_one<Low>(from[c * stride + i]);
     }
   }
 #endif
   for (; r < rows; ++r) {
-    for (int64_t c = 0; c < columns; ++c) to[r * step + c] = rounded_one<Low>(from[c * x.stride + r]);
-  }
-}
-
-template <class Low>
-void pack(const Operand<Low>& x, int64_t row, int64_t column, int64_t rows, int64_t columns, float* to, int64_t step) {
-  if (x.wide) {
-    pack<Low>(Matrix<float>{static_cast<const float*>(x.data), x.stride, x.turned}, row, column, rows, columns, to, step);
-  } else {
-    pack<Low>(Matrix<Low>{static_cast<const Low*>(x.data), x.stride, x.turned}, row, column, rows, columns, to, step);
+    for (int64_t c = 0; c < columns; ++c) to[r * step + c] = rounded_one<Low>(from[c * stride + r]);
   }
 }
 

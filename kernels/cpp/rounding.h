@@ -4,10 +4,9 @@
 // Rounding is to nearest, ties to even, and NaN stays NaN: bit-identical to torch's own casts (a test checks it).
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 
-#include "tensor.h"
+#include "numbers.h"
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #include <immintrin.h>
@@ -20,8 +19,6 @@
 #endif
 
 namespace amp {
-
-constexpr int64_t GRAIN = 1 << 14;  // the fewest elements that are worth a thread
 
 #if AMP_LANES == 16
 using Floats = __m512;
@@ -102,24 +99,6 @@ inline Floats rounded(Floats x, c10::BFloat16) {
 inline Floats rounded(Floats x, c10::Half) { return _mm256_cvtph_ps(half_bits(x)); }
 #endif
 
-template <class Low>
-void widen(const Low* from, float* to, int64_t n) {
-  int64_t i = 0;
-#if AMP_LANES
-  for (; i + AMP_LANES <= n; i += AMP_LANES) store(to + i, load(from + i));
-#endif
-  for (; i < n; ++i) to[i] = static_cast<float>(from[i]);
-}
-
-template <class Low>
-void round(const float* from, float* to, int64_t n) {
-  int64_t i = 0;
-#if AMP_LANES
-  for (; i + AMP_LANES <= n; i += AMP_LANES) store(to + i, rounded(load(from + i), Low()));
-#endif
-  for (; i < n; ++i) to[i] = static_cast<float>(static_cast<Low>(from[i]));
-}
-
 // to = from + add, rounded once. `Out` may be float.
 template <class Out>
 void finish(const float* from, const float* plus, Out* to, int64_t n) {
@@ -132,28 +111,6 @@ void finish(const float* from, const float* plus, Out* to, int64_t n) {
   }
 #endif
   for (; i < n; ++i) to[i] = static_cast<Out>(plus ? from[i] + plus[i] : from[i]);
-}
-
-// Conversions of whole tensors to memory of their own since the library was loaded, for `count_casts`.
-struct Conversions {
-  std::atomic<int64_t> number{0}, bytes{0};
-  void add(int64_t written) {
-    number.fetch_add(1, std::memory_order_relaxed);
-    bytes.fetch_add(written, std::memory_order_relaxed);
-  }
-};
-inline Conversions& conversions() {
-  static Conversions made;
-  return made;
-}
-
-template <class F>
-void parallel(int64_t n, const F& f) {
-  if (n <= GRAIN || at::get_num_threads() == 1) {
-    f(0, n);
-  } else {
-    at::parallel_for(0, n, GRAIN, f);
-  }
 }
 
 }  // namespace amp

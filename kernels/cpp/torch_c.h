@@ -29,6 +29,7 @@ int32_t aoti_torch_dtype_float16();
 int32_t aoti_torch_dtype_bfloat16();
 
 AOTITorchError aoti_torch_new_tensor_handle(AtenTensorHandle tensor, AtenTensorHandle* result);
+AOTITorchError aoti_torch_new_uninitialized_tensor(AtenTensorHandle* result);
 AOTITorchError aoti_torch_delete_tensor_object(AtenTensorHandle tensor);
 AOTITorchError aoti_torch_is_defined(AtenTensorHandle tensor, bool* result);
 AOTITorchError aoti_torch_is_contiguous(AtenTensorHandle tensor, bool* result);

@@ -5,13 +5,16 @@ from __future__ import annotations
 import fcntl
 import functools
 import io
+import platform
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -204,6 +207,49 @@ def test_a_compiler_that_hangs(fresh: Path, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(build.subprocess, "run", hang)
     with pytest.warns(UserWarning, match="timed out"):
         assert not build_again().loaded
+
+
+# ------------------------------------------------------------------------------------------ while it is installed
+
+
+def install_editable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the part of setup.py that an editable install runs, without copying modules."""
+    setuptools = pytest.importorskip("setuptools", reason="an installation needs setuptools")
+    asked: dict[str, Any] = {}
+    with monkeypatch.context() as patch:
+        patch.setattr(setuptools, "setup", asked.update)
+        patch.setattr("setuptools.command.build_py.build_py.run", lambda self: None)
+        runpy.run_path(str(Path(__file__).parents[2] / "setup.py"))
+        command = asked["cmdclass"]["build_py"](asked["distclass"]())
+        command.editable_mode = True
+        command.run()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="libraries are made for x86-64")
+def test_an_editable_install_compiles_what_the_first_call_needs(
+    fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(capability.SETTING, raising=False)
+    monkeypatch.delenv("AMP_BUILD_KERNELS", raising=False)
+    fake_compiler(monkeypatch, tmp_path, GOOD)
+    install_editable(monkeypatch)
+    assert [file.name for file in fresh.iterdir()] == [compile_cpp.library_name(capability.kernel_kind() or "")]
+    assert build_again().loaded
+    install_editable(monkeypatch)
+    assert (tmp_path / "runs").read_text() == "run\n", "compiled once"
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("fault", ["compiler", "folder", "asked not to"])
+def test_an_install_never_fails_because_of_the_kernels(
+    fault: str, fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_compiler(monkeypatch, tmp_path, "echo broken >&2; exit 1" if fault == "compiler" else GOOD)
+    monkeypatch.setenv("AMP_BUILD_KERNELS", "0" if fault == "asked not to" else "auto")
+    if fault == "folder":
+        (tmp_path / "cache").write_text("")
+    install_editable(monkeypatch)
+    assert not list(tmp_path.glob("cache/*.so"))
 
 
 # ------------------------------------------------------------------------------------- what is told meanwhile

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -63,6 +65,47 @@ def test_rounds_fp32s_result_once(op: Any, dtype: torch.dtype) -> None:
 def test_torch_itself_finds_nothing_wrong(op: Any) -> None:
     args, kwargs = cases(torch.bfloat16)[op]
     torch.library.opcheck(FORMS[op], args, kwargs)
+
+
+LAST = torch.channels_last
+#: images, input channels, height, width, output channels
+SHAPES = st.tuples(*(st.integers(1, most) for most in (3, 40, 9, 70, 40)))
+
+
+@given(shape=SHAPES, last=st.booleans(), weight_last=st.booleans(), dtype=st.sampled_from(LOW))
+@example(shape=(2, 70, 24, 24, 300), last=False, weight_last=False, dtype=torch.bfloat16)
+@example(shape=(2, 300, 24, 24, 70), last=True, weight_last=True, dtype=torch.float16)
+@settings(max_examples=30, deadline=None)
+def test_kernels_of_one_pixel(
+    shape: tuple[int, int, int, int, int], last: bool, weight_last: bool, dtype: torch.dtype
+) -> None:
+    """Forward and both gradients: small integers have exact sums in any order, so results are equal bit for bit; their
+    order in memory is that of torch's convolution."""
+    images, inputs, height, width, outputs = shape
+    torch.manual_seed(0)
+
+    def numbers(*sizes: int) -> Tensor:
+        return torch.randint(-3, 4, sizes).float()
+
+    x, g = numbers(images, inputs, height, width), numbers(images, outputs, height, width)
+    w = numbers(outputs, inputs, 1, 1)
+    x, g = (t.contiguous(memory_format=LAST) if last else t for t in (x, g))
+    w = w.contiguous(memory_format=LAST) if weight_last else w
+    rest = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    cases: list[tuple[Any, tuple[Tensor, ...], tuple[Any, ...]]] = [
+        (aten.convolution.default, (x, w), (None, *rest)),
+        (aten.convolution_backward.default, (g, x, w), (None, *rest, [True, True, False])),
+        (aten.convolution_backward.default, (g, x, w), (None, *rest, [False, True, False])),
+        (aten.convolution_backward.default, (g, x, w), (None, *rest, [True, False, False])),
+    ]
+    for op, tensors, more in cases:
+        got, exact = leaves(FORMS[op](*(t.to(dtype) for t in tensors), *more)), leaves(op(*tensors, *more))
+        for mine, wide in zip(got, exact, strict=True):
+            assert (mine is None) == (wide is None)
+            if mine is not None and wide is not None:
+                assert torch.equal(mine, wide.to(dtype))
+                shaped = [d for d in range(4) if wide.shape[d] > 1]
+                assert [mine.stride(d) for d in shaped] == [wide.stride(d) for d in shaped]
 
 
 def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,71 @@
+// The loops over values in memory, for every dtype: the dtype is an argument, so that what calls them is compiled once. They are
+// compiled in loops.cpp, with vectors as wide as the CPU's registers.
+#pragma once
+
+#include <cstdint>
+
+namespace amp {
+
+namespace at {
+enum class ScalarType { Float, Half, BFloat16, Other };
+constexpr ScalarType kFloat = ScalarType::Float, kHalf = ScalarType::Half, kBFloat16 = ScalarType::BFloat16;
+}  // namespace at
+
+using Type = at::ScalarType;
+
+inline int64_t bytes_of(Type type) { return type == at::kFloat ? 4 : 2; }
+inline const void* advanced(const void* from, Type type, int64_t count) {
+  return static_cast<const char*>(from) + count * bytes_of(type);
+}
+inline void* advanced(void* to, Type type, int64_t count) { return static_cast<char*>(to) + count * bytes_of(type); }
+
+// A matrix in memory: element (r, c) is number r * stride + c, or c * stride + r if it is transposed. Values of fp32 are rounded
+// to `low` as they are read; `low` may be fp32 too, for pack (if not transposed) and dot_columns.
+struct Operand {
+  const void* data;
+  int64_t stride;
+  bool turned;
+  Type type, low;
+  const void* at(int64_t row, int64_t column) const {
+    return advanced(data, type, turned ? column * stride + row : row * stride + column);
+  }
+};
+
+constexpr int64_t COLUMNS = 64;  // of a packed block
+constexpr int64_t STREAMS = 8;  // columns that dot_columns reads at the same time
+
+// Packs rows x columns elements, starting at (row, column), as fp32 rows, `step` apart.
+void pack(const Operand& x, int64_t row, int64_t column, int64_t rows, int64_t columns, float* to, int64_t step);
+
+// Rows of n values in fp32: from `from`, `stride` apart, to `to`, `step` apart.
+inline void widen(Type type, const void* from, int64_t stride, float* to, int64_t step, int64_t rows, int64_t n) {
+  pack(Operand{from, stride, false, type, type}, 0, 0, rows, n, to, step);
+}
+inline void widen(Type type, const void* from, float* to, int64_t n) { widen(type, from, 0, to, 0, 1, n); }
+
+// to = from + plus, rounded once: rows of n values, which are `stride` apart in fp32 and `step` apart in the result.
+void finish(Type type, const float* from, int64_t stride, const float* plus, void* to, int64_t step, int64_t rows, int64_t n);
+inline void finish(Type type, const float* from, void* to, int64_t n) { finish(type, from, 0, nullptr, to, 0, 1, n); }
+
+// to[r * step + c] = the product of row r of `rows` and column c of `b`, which is transposed: each is k contiguous values.
+void dot_columns(const float* rows, const Operand& b, int64_t column, float* to, int64_t step, int64_t width, int64_t m, int64_t k);
+
+// sums[r * width + c] += the sum over i of a[r * k + i] * b[i, column + c], for all k rows of b and `width` columns, in order.
+void add_rows(const float* a, const Operand& b, int64_t column, float* sums, int64_t width, int64_t m, int64_t k);
+
+// c = a @ block, or c += a @ block; `block` has COLUMNS columns, of which `width` are wanted, and rows of c are `step` apart.
+void multiply_block(const float* a, const float* block, float* c, int64_t step, int64_t rows, int64_t width, int64_t k, bool adds);
+
+// Scores to probabilities, which are not divided by their sum yet; the greatest score (0 if all are -inf) and the sum.
+struct Greatest {
+  float score, sum;
+};
+Greatest exponentials(float* scores, const float* mask, int64_t step, float scale, int64_t n);
+
+// One step of an LSTM's row: the four gates are changed in place, `cell` and `state` are written.
+void lstm_step(float* gates, const float* earlier_cell, float* cell, float* state, int64_t hidden);
+// Its backward: the gradients of the gates' sums are written, and `cell_gradient` becomes that of the earlier cell.
+void lstm_step_backward(const float* gates, const float* cell, const float* earlier_cell, const float* given, const float* state,
+                        float* cell_gradient, float* sums, int64_t hidden);
+
+}  // namespace amp
