@@ -37,6 +37,7 @@ from ..runtime.state import Piece, State
 from .owner import Owner
 from .probe import Probe
 from .results import check_loss
+from .scaler_state import host_value
 from .window import Window, rng_state
 
 if TYPE_CHECKING:
@@ -124,10 +125,12 @@ class WholeStep(Backend):
     def _variant(self, joint: fx.GraphModule, backend: str, reduces: bool, widens: bool) -> Variant:
         steps = order.build(self.options.disable_passes)
         accumulates = self.window.size > 1
+        one_by_one = backend == "eager" and self.window.device.type == "cpu"
+        outside = one_by_one and not accumulates and not self.engine.together
         ctx = Context(
             self.options.policy, self.options.keep_output_dtypes, backend=backend, accumulates=accumulates,
             scales_loss=self.window.scale is not None, updates_in_fp32=widens,
-            recomputes=any("recompute" in n.meta for n in joint.graph.nodes),
+            recomputes=any("recompute" in n.meta for n in joint.graph.nodes), restores_outside=outside,
             reduction=self.engine.reduction(of_sums=accumulates) if reduces else None, sharding=self.engine.sharding(),
         )  # fmt: skip
         name = "joint, last micro-batch" if reduces and accumulates else "joint"
@@ -168,6 +171,18 @@ def _own_gradients(joint: fx.GraphModule) -> None:
         taken.append(classes[node])
     last.args = (tuple(results),)
     joint.recompile()
+
+
+def _shared(joint: fx.GraphModule, places: Sequence[int]) -> frozenset[int]:
+    """Return those of the outputs that may share memory with an input or with another of them: one is written to while
+    the other is still needed."""
+    if not places:
+        return frozenset()
+    results = pytree.tree_leaves(next(iter(reversed(joint.graph.nodes))).args[0])
+    classes = ir.alias_classes(joint.graph)
+    taken = [classes[n] for n in joint.graph.nodes if n.op == "placeholder"]
+    taken += [classes[results[place]] for place in places]
+    return frozenset(place for place in places if taken.count(classes[results[place]]) > 1)
 
 
 def _draws_numbers(joint: fx.GraphModule) -> bool:
@@ -213,9 +228,14 @@ class StepGraph:
         self.gradients = [(p, r.index) for p, r in enumerate(outputs) if r.kind in ("gradient", "total")]
         self.totals = [role.index for role in outputs if role.kind == "total"]
         self.mutations = [(p, role.index) for p, role in enumerate(outputs) if role.kind == "mutation"]
+        self.shared = _shared(joint, [place for place, _ in self.mutations])
         self.draws = _draws_numbers(joint)
         self.sums = [role.index for role in self.inputs if role.kind == "sum"]
         self.restored = [role.index for role in joint.meta[ir.RESTORED]]
+        #: the graph gives the new state of the model, also if a gradient is not finite
+        self.restores = bool(self.restored) and self.overflow is not None and not any(
+            role.kind == "saved" for role in self.inputs
+        )
         (tangent,) = [n for n in joint.graph.nodes if n.op == "placeholder" and n.meta[ir.ROLE].kind == "tangent"]
         value = ir.tensor_of(tangent)
         assert value is not None
@@ -287,10 +307,30 @@ class StepGraph:
             self.window.found = results[self.overflow]
         self.window.add([args[index] for _, index in self.gradients], [results[place] for place, _ in self.gradients])
         if self.mutations:
-            foreach_copy_([args[index] for _, index in self.mutations], [results[place] for place, _ in self.mutations])
+            written = [(args[index], results[place].clone() if place in self.shared else results[place])
+                       for place, index in self.mutations]  # fmt: skip
+            if self.restores:
+                written = self._old_or_new(written)
+            if written:
+                foreach_copy_([tensor for tensor, _ in written], [value for _, value in written])
         for shard in self.shards.values():
             shard.give()
         return [results[place] for place in self.results]
+
+
+    def _old_or_new(self, written: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        """Return the (tensor, new value) that are to be written: in a skipped update, the model's own tensors keep the
+        values that they still hold."""
+        own = [index in self.restored for _, index in self.mutations]
+        found = self.window.found
+        assert found is not None
+        if not self.window.reads_flags:
+            bad = found.ne(0).view(())
+            return [(old, torch.where(bad, old, new) if is_own else new)
+                    for (old, new), is_own in zip(written, own, strict=True)]  # fmt: skip
+        if not host_value(found):
+            return written
+        return [pair for pair, is_own in zip(written, own, strict=True) if not is_own]
 
 
 class LowCopies:

@@ -101,6 +101,7 @@ class Window:
         self.widened = False  # a parameter may have a gradient that is wider than the parameter
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self.no_overflow = torch.zeros(1, device=self.device)  # never written to
+        self.reads_flags = self.device.type == "cpu"  # the host reads the overflow flag without waiting
 
     def begin(self, scale: Tensor | None) -> dict[str, Any]:
         """Begin a micro-batch, which ``end`` or ``abandon`` must end; the first begins a new window. Return what
