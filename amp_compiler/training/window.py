@@ -272,7 +272,8 @@ def clip_(gradients: Sequence[Tensor], norm: Tensor, limit: float, *, reads: boo
     """Scale the gradients down to the norm ``limit`` in place, by the formula of ``torch.nn.utils.clip_grad_norm_``.
     ``reads``: the host may read the norm without waiting; gradients of a smaller norm are left alone then."""
     factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
-    if not reads or factor.tolist() != 1.0:
+    known: Any = factor.tolist() if reads else None
+    if known != 1.0:
         multiply_(gradients, factor)
 
 
