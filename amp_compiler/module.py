@@ -20,6 +20,7 @@ from .capture import dynamo
 from .capture.frames import is_optimized
 from .common.errors import AmpWarning, ArgumentError
 from .common.messages import users_frame
+from .common.torch_names import is_jit_tracing
 from .inspect.report import Report
 from .ir.nesting import mark_of, policy_region
 from .policy import Policy, dtype_name
@@ -117,7 +118,7 @@ class AmpModule(nn.Module):
         return self._call(*args, **kwargs)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+        if is_jit_tracing():
             raise ArgumentError(f"torch.jit.trace cannot trace a compiled module: {_NO_TORCHSCRIPT}")
         return (self._compiled or self._begin())(*args, **kwargs)
 
@@ -196,11 +197,9 @@ class AmpModule(nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return (
-            super().state_dict(*args, **kwargs)
-            if self._is_function
-            else self._original.state_dict(*args, **kwargs)
-        )
+        if self._is_function:
+            return super().state_dict(*args, **kwargs)
+        return self._original.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_function:

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from amp_compiler.common.torch_names import foreach_norm, is_dtensor
+from amp_compiler.common.torch_names import foreach_norm, is_dtensor, set_grad_enabled
 
 from . import registry
 from .sharded import total_norm_of_shards
 
 
-@torch.no_grad()
 def total_norm(tensors: Sequence[Tensor], device: torch.device, *, as_torch: bool = False) -> Tensor:
     """Return the norm as an fp32 number on ``device``, without a host sync unless the tensors are on the CPU.
     ``as_torch``: bit-identical to ``torch.nn.utils.get_total_norm``, for callers that clip; otherwise a CPU computes it
@@ -22,8 +21,17 @@ def total_norm(tensors: Sequence[Tensor], device: torch.device, *, as_torch: boo
     >>> total_norm([torch.tensor([3.0]), torch.tensor([[4.0]])], torch.device("cpu"))
     tensor(5.)
     """
+    enabled = torch.is_grad_enabled()
+    set_grad_enabled(False)
+    try:
+        return _total_norm(tensors, device, as_torch)
+    finally:
+        set_grad_enabled(enabled)
+
+
+def _total_norm(tensors: Sequence[Tensor], device: torch.device, as_torch: bool) -> Tensor:
     norms: list[Tensor] = []
-    if shards := [x for x in tensors if is_dtensor(x)]:
+    if shards := [x for x in tensors if type(x) is not Tensor and is_dtensor(x)]:
         norms.append(total_norm_of_shards(shards).to(device, torch.float32))
         tensors = [x for x in tensors if not is_dtensor(x)]
         if not tensors:
@@ -34,6 +42,7 @@ def total_norm(tensors: Sequence[Tensor], device: torch.device, *, as_torch: boo
         if not tensors and len(norms) == 1:
             return norms[0]
     dense = [x if x.layout is torch.strided else x.coalesce().values() for x in tensors]
-    norms += [n.to(device, torch.float32) for n in foreach_norm(dense)] if dense else []
+    for norm_of_one in foreach_norm(dense) if dense else ():
+        norms.append(norm_of_one.to(device, torch.float32))
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total

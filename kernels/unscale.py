@@ -75,7 +75,11 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found: Tensor) -> None:
 
 
 def _write(grads: Sequence[Tensor], inv_scale: Tensor, found: Tensor) -> None:
-    if any(map(is_dtensor, grads)):
+    if not registry.loaded() and found.is_cpu and inv_scale.is_cpu and _are_plain(grads):
+        if grads:
+            foreach_unscale_(grads, found, inv_scale)
+        return
+    if any(type(grad) is not Tensor and is_dtensor(grad) for grad in grads):
         _write(local_parts(grads), inv_scale, found)
         agree_on_largest(found, grads)
         return
@@ -104,6 +108,16 @@ def _write(grads: Sequence[Tensor], inv_scale: Tensor, found: Tensor) -> None:
             foreach_unscale_(group, flag, factor)
         if flag is not found:
             found.copy_(torch.maximum(found, flag.to(found.device, non_blocking=True)))
+
+
+def _are_plain(grads: Sequence[Tensor]) -> bool:
+    """True for the usual gradients on a CPU: a list that torch's kernel takes as it is."""
+    for grad in grads:
+        if type(grad) is not Tensor or grad.dtype is not torch.float32 or not grad.is_cpu:
+            return False
+        if grad.layout is not torch.strided:
+            return False
+    return True
 
 
 def _merged(grad: Tensor) -> Tensor:

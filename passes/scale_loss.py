@@ -5,7 +5,8 @@
    all of them, which reads each gradient in the dtype that it was computed in
 3. a gradient that leaves the graph in low precision, as that of a low parameter does, is cast back to its dtype
 4. ``new = batch_norm statistics``  →  ``where(found, saved, new)``: a skipped update leaves the model's state as it was
-   before the update (``saved`` differs from the input only when micro-batches are accumulated)
+   before the update (``saved`` differs from the input only when micro-batches are accumulated). Not where the step does
+   so itself: on a CPU the flag can be read, and the new state is written or not
 
 ``found`` is the overflow flag. It is also an input: 1 if an earlier micro-batch of the same update was not finite.
 
@@ -68,9 +69,10 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
             results[place] = cast(call(operator.getitem, gradients, number), _value(results[place]).dtype)
             results[place]._rename(f"grad_{primal.name}")
         found_now = call(operator.getitem, unscaled, 1)
-        if gm.meta[ir.RESTORED]:
+        restored = () if ctx.restores_outside else gm.meta[ir.RESTORED]
+        if restored:
             skipped = call(aten.view.default, call(aten.ne.Scalar, found_now, 0), [])
-        for role in gm.meta[ir.RESTORED]:
+        for role in restored:
             primal, place = inputs[ir.Role("primal", role.index)], roles.index(role)
             saved = ir.add_input(graph, f"saved_{primal.name}", ir.Role("saved", role.index), _value(primal))
             results[place] = call(aten.where.self, skipped, saved, results[place])

@@ -160,4 +160,5 @@ def as_on_a_gpu(step: Any = None) -> Iterator[None]:
         if step is not None:
             patch.setattr(step, "_on_host", False)
             patch.setattr(step._loss_watch, "_free_to_read", False)
+            patch.setattr(step._window, "reads_flags", False)
         yield

@@ -227,9 +227,9 @@ def _output_role(desc: Any, d: Any) -> ir.Role | None:
     raise CaptureError(f"the training step has an output that cannot be in one graph: {desc.expr()}")
 
 
-def compile_joint(joint: fx.GraphModule, backend: str) -> Callable[..., Any]:
-    """Return a function of the joint graph's inputs that runs it: as a whole, or, where the user's checkpointing asks
-    for values to be computed again in the backward, as torch's partitioner divides it.
+def compile_joint(joint: fx.GraphModule, backend: str) -> Callable[[list[Any]], Any]:
+    """Return a function of a list of the joint graph's inputs, which it empties, that runs it: as a whole, or, where
+    the user's checkpointing asks for values to be computed again in the backward, as torch's partitioner divides it.
 
     torch 2.13 internals: ``default_partition`` (it reads the tags that checkpointing leaves on nodes) and, for
     Inductor, ``joint_graph_passes`` and ``compile_fx_inner``, which accept a graph as it is.
@@ -244,15 +244,16 @@ def compile_joint(joint: fx.GraphModule, backend: str) -> Callable[..., Any]:
     run_forward, run_backward = _callable(forward, backend), _callable(backward, backend)
     places = _places(joint)
 
-    def run(*args: Any) -> list[Any]:
+    def run(args: list[Any]) -> list[Any]:
         given = dict(zip(inputs, args, strict=True))
-        values = run_forward(*(given[name] for name in takes))
+        args.clear()
+        values = run_forward([given[name] for name in takes])
         loss = values[0]
         given.update(zip(made, values, strict=True))
         needed = [given[name] for name in reads]
         given.clear()
         del values
-        results = [loss, *run_backward(*needed)]
+        results = [loss, *run_backward(needed)]
         return [results[place] for place in places]
 
     return run
@@ -293,10 +294,9 @@ def _divide(joint: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
     return forward, backward
 
 
-def _callable(gm: fx.GraphModule, backend: str) -> Callable[..., Any]:
+def _callable(gm: fx.GraphModule, backend: str) -> Callable[[list[Any]], Any]:
     if backend != "inductor":
-        run = boxed(gm)
-        return lambda *args: run(list(args))
+        return boxed(gm)
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
@@ -307,4 +307,5 @@ def _callable(gm: fx.GraphModule, backend: str) -> Callable[..., Any]:
     with V.set_fake_mode(ir.fake_mode(gm.graph)), torch._inductor.config.patch("emulate_precision_casts", True):
         joint_graph_passes(gm)  # Inductor has no code for random ops before these
         compiled: Any = compile_fx_inner(gm, inputs)
-    return lambda *args: compiled(list(args))
+    run: Callable[[list[Any]], Any] = compiled
+    return run

@@ -259,9 +259,10 @@ class Tally:
 
         global _last_tally
         frames, breaks, last = counters["frames"], counters["graph_break"], _last_tally
-        if last.frames == frames["total"] and last.captured == frames["ok"] and len(last.breaks) == len(breaks):
+        total, captured = frames.get("total", 0), frames.get("ok", 0)  # a missing key of a counter is slow
+        if last.frames == total and last.captured == captured and len(last.breaks) == len(breaks):
             return last  # nothing was compiled since
-        _last_tally = Tally(int(frames["total"]), int(frames["ok"]), {str(k): int(v) for k, v in breaks.items()})
+        _last_tally = Tally(int(total), int(captured), {str(k): int(v) for k, v in breaks.items()})
         return _last_tally
 
     def breaks_since(self) -> list[Reason]:

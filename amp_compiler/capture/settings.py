@@ -1,8 +1,9 @@
 """What Dynamo does otherwise while one of our modules is captured: its options, and what it has no option for.
 
 torch 2.13 internals: the ``allow_rnn`` switch (Dynamo skips nn.LSTM and nn.GRU otherwise),
-``allow_unspec_int_on_nn_module``, and those that each function below names. Dynamo's options are thread-local; what is
-replaced in Dynamo stays so for the process, and acts for our backends only.
+``record_runtime_overhead`` (code around each graph that tells the profiler how long its arguments took: a tenth of the
+time that a small model's call takes), ``allow_unspec_int_on_nn_module``, and those that each function below names.
+Dynamo's options are thread-local; what is replaced in Dynamo stays so for the process, and acts for our backends only.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def capture_settings() -> Iterator[None]:
     _capture_slow_attention()
     _keep_prints()
     _note_places()
-    with _option("allow_rnn"):
+    with _option("allow_rnn"), _option("record_runtime_overhead", False):
         yield
 
 
@@ -39,12 +40,12 @@ def varying_numbers() -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def _option(name: str) -> Iterator[None]:
+def _option(name: str, value: bool = True) -> Iterator[None]:
     import torch._dynamo
 
     config: Any = torch._dynamo.config
     before = getattr(config, name)
-    setattr(config, name, True)
+    setattr(config, name, value)
     try:
         yield
     finally:

@@ -2,7 +2,8 @@
 
 ``straight_line`` generates a function from a graph, as ``torch.fx`` does, but for running only. It takes the inputs as
 a list and empties it, so that each is freed after its last use. Every op is bound beforehand instead of looked up by
-its path. Where torch has a binding of its own for an op (``torch.addmm``, ``Tensor.bfloat16``), the binding is called:
+its path. ``detach`` is another name of its input, because no gradients are recorded here, unless the graph returns it.
+Where torch has a binding of its own for an op (``torch.addmm``, ``Tensor.bfloat16``), the binding is called:
 it parses its arguments in about half the time that ``torch.ops`` takes, and calls the same kernel.
 """
 
@@ -55,8 +56,11 @@ def straight_line(gm: fx.GraphModule) -> Callable[[list[Any]], Any] | None:
     if any(node.op in ("call_module", "call_method") for node in nodes):
         return None
     writer = _Writer(gm)
+    same = _detached(nodes)
     names = {node: f"v{number}" for number, node in enumerate(nodes)}
-    last = {source: node for node in nodes for source in node.all_input_nodes}  # who reads a value last
+    names.update((node, names[source]) for node, source in same.items())
+    # who reads a value last
+    last = {same.get(source, source): node for node in nodes if node not in same for source in node.all_input_nodes}
     dying: dict[fx.Node, list[str]] = {}
     for source, node in last.items():
         dying.setdefault(node, []).append(names[source])
@@ -68,7 +72,7 @@ def straight_line(gm: fx.GraphModule) -> Callable[[list[Any]], Any] | None:
     for node in nodes:
         if node.op == "output":
             lines.append(f"return {writer.value(node.args[0], names)}")
-        elif node.op != "placeholder":
+        elif node.op != "placeholder" and node not in same:
             lines.append(f"{names[node]} = {writer.call(node, names)}")
             gone = dying.get(node, []) + [names[node]] * (node not in last)
             if gone:
@@ -77,6 +81,18 @@ def straight_line(gm: fx.GraphModule) -> Callable[[list[Any]], Any] | None:
     exec(compile(source, "<amp_compiler graph>", "exec"), writer.scope)
     run: Callable[[list[Any]], Any] = writer.scope["run"]
     return run
+
+
+def _detached(nodes: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Return the nodes that detach a value and are not returned, each with the node that makes the value."""
+    returned = {source for node in nodes if node.op == "output" for source in node.all_input_nodes}
+    same: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        if node.target is aten.detach.default and node not in returned:
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            same[node] = same.get(source, source)
+    return same
 
 
 class _Writer:

@@ -21,15 +21,28 @@ from torch._C import _AutoDispatchBelowAutograd as below_autograd
 from torch._C import _DisableAutocast as no_autocast
 from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
 
+# What torch.jit.is_tracing asks, after two questions about scripting.
+from torch._C import _is_tracing as is_jit_tracing
+
 # Push a TorchFunctionMode on the stack and pop the innermost: ``with`` can only enter one as the innermost.
 from torch._C import _pop_torch_function_stack as pop_function_mode
 from torch._C import _push_on_torch_function_stack as push_function_mode
+
+# Switch gradients on or off, without a context manager, which takes as long as two ops.
+from torch._C import _set_grad_enabled as set_grad_enabled
+
+# Whether a profiler records this thread; torch.autograd has no public question for it.
+from torch._C._autograd import _profiler_enabled as is_profiling
 
 # The classes of a node's target; torch.ops holds their instances and has no public name for them.
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 # The class of all convolutions; nn exports its subclasses only.
 from torch.nn.modules.conv import _ConvNd as ConvNd
+
+# The hooks of all optimizers: there is a function to add one, and none to ask for them.
+from torch.optim.optimizer import _global_optimizer_post_hooks as optimizer_post_hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks as optimizer_pre_hooks
 
 # Trees of arguments and results, as torch.export, Dynamo and FX use them: torch has no public module for them.
 from torch.utils import _pytree as pytree
@@ -42,8 +55,9 @@ __all__ = [
     "ConvNd", "HigherOrderOperator", "OpOverload", "OpOverloadPacket", "amp_update_scale_", "below_autograd",
     "collectives", "dispatch_mode", "foreach_add_", "foreach_copy_", "foreach_mul_", "foreach_norm",
     "foreach_unscale_", "foreach_zero_", "inside_ddp", "is_any_autocast_enabled", "is_composite", "is_dtensor",
-    "loads_by_itself", "no_autocast", "pop_function_mode", "profiler_config", "push_function_mode", "pytree",
-    "schema_named", "schema_of", "schemas_of", "unregister", "without_dispatch_modes",
+    "is_jit_tracing", "is_profiling", "loads_by_itself", "no_autocast", "optimizer_post_hooks", "optimizer_pre_hooks",
+    "pop_function_mode", "profiler_config", "push_function_mode", "pytree", "schema_named", "schema_of", "schemas_of",
+    "set_grad_enabled", "unregister", "without_dispatch_modes",
 ]  # fmt: skip
 
 # One kernel for a list of tensors. torch's optimizers use them, but there are no public functions for them.

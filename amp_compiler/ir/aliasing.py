@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+import torch
 from torch import fx
 
 from ..common.torch_names import OpOverload, pytree
@@ -19,11 +21,18 @@ MAY_RETURN_INPUT = frozenset({
     "feature_alpha_dropout",
 })  # fmt: skip
 
+#: ops of which each result has memory of its own; no schema promises that, so any other op's results may share theirs
+SEPARATE_RESULTS = frozenset({
+    torch.ops.aten.native_batch_norm_backward.default, torch.ops.aten.native_layer_norm_backward.default,
+    torch.ops.aten.native_group_norm_backward.default, torch.ops.aten._native_batch_norm_legit_functional.default,
+})  # fmt: skip
+
 
 def alias_classes(graph: fx.Graph) -> dict[fx.Node, int]:
     """Return a number for each tensor node, equal for nodes that may share memory: views, in-place results, selections.
     """
     parent: dict[fx.Node, fx.Node] = {}
+    results: dict[tuple[fx.Node, Any], fx.Node] = {}
 
     def find(node: fx.Node) -> fx.Node:
         while (up := parent.setdefault(node, node)) is not node:
@@ -33,8 +42,10 @@ def alias_classes(graph: fx.Graph) -> dict[fx.Node, int]:
 
     for node in graph.nodes:
         find(node)
-        if is_getitem(node) and isinstance(node.args[0], fx.Node):
-            parent[find(node)] = find(node.args[0])
+        if is_getitem(node) and isinstance(source := node.args[0], fx.Node):
+            if source.target in SEPARATE_RESULTS:
+                source = results.setdefault((source, node.args[1]), node)
+            parent[find(node)] = find(source)
         elif node.op == "call_function" and isinstance(node.target, OpOverload):
             told = signature(node.target)
             shares = {*told.aliased, "self", "input"} if told.name in MAY_RETURN_INPUT else told.aliased

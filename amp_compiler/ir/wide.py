@@ -201,18 +201,19 @@ class Handed:
         """Begin a call of a compiled model, which ``end`` must end; ``given``: values that count as wide from the
         start."""
         self._calls.running += 1
-        if isinstance(given, torch.Tensor):
-            self.add(given, _TARGET)
-        elif given is not None:
-            for value in pytree.tree_leaves(given):
-                self.add(value, _TARGET)
+        if given is None:
+            return
+        for value in (given,) if isinstance(given, torch.Tensor) else pytree.tree_leaves(given):
+            self.add(value, _TARGET)
 
     def end(self) -> None:
         calls = self._calls
         calls.running -= 1
         if not calls.running:
-            calls.found.clear()
-            calls.low.clear()
+            if calls.found:
+                calls.found.clear()
+            if calls.low:
+                calls.low.clear()
 
     def add(self, value: Any, why: str) -> None:
         if isinstance(value, torch.Tensor):

@@ -111,8 +111,10 @@ def inside_call() -> Iterator[Surroundings]:
 
 def begin_call() -> Surroundings:
     """Begin a call of a compiled model, which ``end_call`` must end; return the regions around it."""
-    _PYTHON.calls += 1
-    return Surroundings.now()
+    python = _PYTHON
+    python.calls += 1
+    torch.autocast_increment_nesting()  # as ``Surroundings.now``, once per call of a model
+    return Surroundings(len(python.open), torch.autocast_decrement_nesting(), python.count)
 
 
 def end_call() -> None:

@@ -85,6 +85,8 @@ class Context:
     updates_in_fp32: bool = False
     #: a training step: a part of the forward runs again in the backward (activation checkpointing)
     recomputes: bool = False
+    #: a training step: whoever runs the graph leaves the model's state as it was if an update is skipped
+    restores_outside: bool = False
     #: a training step: how its gradients are averaged over processes; None in a single process, and in the graph of a
     #: micro-batch that does not end an update
     reduction: Reduction | None = None

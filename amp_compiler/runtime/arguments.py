@@ -158,6 +158,8 @@ def _no_match(item: Any, modules: Iterable[str]) -> PolicyError:
 def call_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return (args, kwargs) for the ``inputs`` of a step or a report, which are a tensor, a tuple of arguments or a
     dict of keyword arguments."""
+    if isinstance(inputs, torch.Tensor):
+        return (inputs,), {}
     if isinstance(inputs, Mapping):
         if not all(isinstance(key, str) for key in inputs):
             raise ArgumentError("inputs as a dict are the model's keyword arguments: its keys must be names.")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..capture.dynamo import RECOMPILE_LIMIT_REACHED
 from ..capture.remedies import Reason, remedy
@@ -15,21 +15,23 @@ from ..common.torch_names import inside_ddp, is_dtensor, pytree
 from ..parallel.shards import is_divided
 from .owner import Owner
 from .rerun import undisturbed
-from .window import Batch, tensors_in
+from .window import Batch
 
 _BREAK = "graph break: "  # how a report begins with a break
 _MARK = "requires_grad_()"
 
 
-def needs_autograd(owner: Owner, given: Any, *, first: bool) -> str | None:
-    """Return why gradients must come from autograd itself, for example because a hook waits for them; None if not."""
+def needs_autograd(owner: Owner, given: Iterable[Tensor], *, first: bool) -> str | None:
+    """Return why gradients must come from autograd itself, for example because a hook waits for them; None if not.
+    ``given``: the tensors of the batch."""
     for parameter in owner.parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             return "a parameter has a gradient hook, which only autograd calls"
-        if _is_users_dtensor(parameter):
+        if type(parameter) is not nn.Parameter and _is_users_dtensor(parameter):
             return "the parameters are DTensors, whose gradients are exchanged while autograd runs"
-    if any(value.requires_grad and not value.is_leaf for value in tensors_in(*given)):
-        return "an input comes from a computation that needs its gradient"
+    for value in given:
+        if value.requires_grad and not value.is_leaf:
+            return "an input comes from a computation that needs its gradient"
     for module in owner.modules() if first else ():
         if inside_ddp(module) is not None:
             return (
@@ -104,7 +106,7 @@ def users_mistake(function: Callable[..., Any], given: Sequence[Any], owner: Own
     raises the error that the user knows, which points to the user's line. The state of the run is not changed.
     """
     args, kwargs, targets = given
-    batch = Batch(args, kwargs, targets, rng=[], number=0, before=None).copy()
+    batch = Batch(args, kwargs, targets).copy()
     try:
         with undisturbed(owner, device), torch.enable_grad():
             function(*batch)

@@ -30,15 +30,21 @@ class LossWatch:
         self._not_finite: Tensor | None = None  # some loss of the current window was not
         self._happened: Tensor | None = None  # in some window since the last look
 
-    def see(self, loss_finite: Tensor, *, first: bool) -> None:
-        """Record whether the loss of one micro-batch was finite; ``first``: it is the first of its window."""
+    def see(self, loss_finite: Tensor | bool, *, first: bool) -> None:
+        """Record whether the loss of one micro-batch was finite, as a number if the host knows it; ``first``: it is the
+        first of its window."""
         if self._warned:
             return
-        if self._free_to_read and loss_finite.tolist():
+        if self._free_to_read and (loss_finite.tolist() if isinstance(loss_finite, Tensor) else loss_finite):
             self._not_finite = None if first else self._not_finite
             return
-        bad = loss_finite.logical_not()
+        bad = torch.as_tensor(loss_finite).logical_not()
         self._not_finite = bad if first or self._not_finite is None else self._not_finite | bad
+
+    @property
+    def asks(self) -> bool:
+        """False if ``end`` would do nothing."""
+        return self._not_finite is not None and not self._warned
 
     def end(self, gradients_finite: Tensor, *, host_has_waited: bool) -> None:
         """End a window. ``host_has_waited``: the host has just read a value from the device."""

@@ -108,7 +108,12 @@ class LowWeights:
     def takes(self, optimizer: Optimizer) -> bool:
         """Whether an update of this optimizer is made in fp32 instead of low precision: then ``updating`` must find the
         gradients when it begins."""
-        return self.method is not False and next(_low(optimizer), None) is not None
+        if self.method is not False:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.dtype in LOW:
+                        return True
+        return False
 
     def attach(self, optimizer: Optimizer) -> None:
         """Keep fp32 what the optimizer's ``load_state_dict`` loads: torch rounds it to the dtype of the parameter. With

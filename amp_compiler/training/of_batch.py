@@ -10,7 +10,7 @@ from torch import nn
 
 from ..capture.dynamo import with_own_code
 from ..common.errors import ArgumentError
-from .results import split
+from .results import marked, split
 
 _NOT_COMPILED = (
     "parallel=Sharded(...) gathers parameters inside the compiled graph, and Dynamo is switched off here "
@@ -33,8 +33,8 @@ def loss_function(
         given = model(*args, **kwargs)
         answer = given if loss_fn is None else loss_fn(given, targets)
         loss, extra = split(answer, from_model=loss_fn is None)
-        if mark and isinstance(loss, torch.Tensor):
-            loss = torch.ops.amp.loss(loss)
+        if mark:
+            loss = marked(loss)
         return loss, extra, given if output else None
 
     return with_own_code(loss_of)  # Dynamo remembers changing sizes by it

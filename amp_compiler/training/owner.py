@@ -43,16 +43,21 @@ class Owner(Holder):
     def look(self) -> None:
         """Collect the tensors anew, once per call: parameters may have been frozen, added or replaced."""
         found: dict[int, Tensor] = {}
-        waiting = [m for m in (self.loss_fn, self.model) if isinstance(m, nn.Module)]
+        waiting: list[nn.Module] = [self.loss_fn] if isinstance(self.loss_fn, nn.Module) else []
+        waiting.append(self.model)
         seen: set[int] = set()
         while waiting:  # named_parameters() takes ten times as long, 1% of a small model's step
             module = waiting.pop()
             if id(module) not in seen:
                 seen.add(id(module))
-                found.update((id(p), p) for p in module._parameters.values() if p is not None and p.requires_grad)
-                waiting += reversed([m for m in module._modules.values() if m is not None])
+                for parameter in module._parameters.values():
+                    if parameter is not None and parameter.requires_grad:
+                        found[id(parameter)] = parameter
+                if inner := module._modules:
+                    waiting += reversed([m for m in inner.values() if m is not None])
         for group in self.optimizer.param_groups:
-            found.update((id(p), p) for p in group["params"])
+            for parameter in group["params"]:
+                found[id(parameter)] = parameter
         self._trained = list(found.values())
 
     def parameters(self) -> list[Tensor]:

@@ -19,7 +19,7 @@ from ..runtime.state import State
 from .owner import Owner
 from .probe import Probe
 from .results import Answer, check_loss
-from .window import Window
+from .window import Window, rng_state
 
 #: if the state has more bytes than this in total, only tensors that an earlier update has written to are copied
 _COPY_ALL = 1 << 26
@@ -51,6 +51,7 @@ class Pieces:
 
     def __call__(self, args: tuple[Any, ...], kwargs: Any, targets: Any) -> Answer:
         window, parameters = self.window, self.owner.parameters()
+        window.rng = rng_state(window.device)
         state = self.owner.state()
         versions = {name: b._version for name, b in state.items()}
         kept = self._copies(state)

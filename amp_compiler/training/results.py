@@ -92,6 +92,12 @@ def split(answer: Any, *, from_model: bool) -> tuple[Any, Any]:
     return answer, None
 
 
+def marked(loss: Any) -> Any:
+    """Return the loss, marked as such in the graph. It is in this module because ``torch`` is a global of both this one
+    and the captured function's: Dynamo would guard, in Python and at each call, that the two are the same."""
+    return torch.ops.amp.loss(loss) if isinstance(loss, torch.Tensor) else loss
+
+
 def _names(answer: Any) -> list[str] | None:
     """Return the names of the entries of a dict, dataclass or named tuple that has a ``loss``; None for others."""
     if isinstance(answer, Mapping):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..capture.dynamo import is_capture_failure
 from ..common.errors import ArgumentError, CaptureError, PipelineError, VerifyError
@@ -24,7 +25,7 @@ from .pieces import PieceBackend, Pieces
 from .probe import Probe
 from .results import Answer, detached
 from .whole import WholeStep
-from .window import Window
+from .window import Batch, Window
 
 
 class Running:
@@ -45,9 +46,10 @@ class Running:
         """The captured loss, to run a batch once more; None before the first call."""
         return self.whole if self.pieces is None else self.pieces.captured
 
-    def __call__(self, args: tuple[Any, ...], kwargs: Any, targets: Any, device: torch.device) -> Answer:
+    def __call__(self, batch: Batch, device: torch.device) -> Answer:
+        args, kwargs, targets = batch.args, batch.kwargs, batch.targets
         try:
-            found = self._run(args, kwargs, targets)
+            loss, extra, output = self._run(args, kwargs, targets, batch.tensors)
         except Exception as error:
             if not is_capture_failure(error) or self.engine.part is not None:
                 raise
@@ -55,11 +57,13 @@ class Running:
             if mistake is None:
                 raise
             raise mistake from None
-        policy = self.options.policy
-        low = None if policy.autocast_device is None else policy.low
-        return Answer(found.loss.detach(), detached(found.extra, low), detached(found.output, low))
+        if extra is not None or output is not None:
+            policy = self.options.policy
+            low = None if policy.autocast_device is None else policy.low
+            extra, output = detached(extra, low), detached(output, low)
+        return Answer(loss.detach(), extra, output)
 
-    def _run(self, args: tuple[Any, ...], kwargs: Any, targets: Any) -> Answer:
+    def _run(self, args: tuple[Any, ...], kwargs: Any, targets: Any, tensors: Sequence[Tensor]) -> Any:
         if self.pieces is not None:
             return self.pieces(args, kwargs, targets)
         if dispatch_mode() is not None:
@@ -67,12 +71,16 @@ class Running:
                 "A training step cannot be captured under a TorchDispatchMode (a FLOP counter, a debug mode), "
                 "because Dynamo compiles nothing there. Call it outside of the mode, or count with torch.profiler."
             )
-        reason = needs_autograd(self.owner, (args, kwargs, targets), first=self.whole is None)
+        whole = self.whole
+        reason = needs_autograd(self.owner, tensors, first=whole is None)
         if reason is None:
-            whole = self.whole or self._capture_whole()
+            whole = whole or self._capture_whole()
             try:
-                with self.engine.stand_ins(), self.window.hidden(self.owner.parameters()):
-                    found = Answer(*whole(args, kwargs, targets))
+                if self.engine.part is None and not self.window.widened:  # a small model's call is as long as these two
+                    found = whole(args, kwargs, targets)
+                else:
+                    with self.engine.stand_ins(), self.window.hidden(self.owner.parameters()):
+                        found = whole(args, kwargs, targets)
                 self.whole = whole
                 return found
             except (CaptureError, PipelineError, VerifyError) as error:

@@ -20,7 +20,7 @@ from ..kernels import all_finite as finite_kernel
 from ..kernels import unscale as unscale_kernel
 from . import scaler_checks as checks
 from .nested import map_tensors, tensors_in
-from .scaler_state import Stage, TorchScaler, Use, host_value
+from .scaler_state import Stage, TorchScaler, Use
 from .update import apply_update, gradients, inverse, takes_found_inf
 
 STUCK_AFTER = 10  # warn after this many skipped updates in a row
@@ -211,22 +211,17 @@ class LossScaler(TorchScaler):
         self.adapt(finite.logical_not().reshape(()).float())
         self._look(3, waited=False)
 
-    def adapt(self, found: Tensor) -> None:
+    def adapt(self, found: Tensor, overflowed: bool | None = None) -> None:
         """Adapt the scale as ``adjust`` does, to a flag as torch's optimizers take it: ``found`` is 1.0 if a gradient
-        was not finite, else 0.0, an fp32 tensor of no dimensions. It gives no warning; ``newly_stuck`` says whether one
-        is due.
+        was not finite, else 0.0, an fp32 tensor of no dimensions. ``overflowed``: the same, if the host has read it. It
+        gives no warning; ``newly_stuck`` says whether one is due.
         """
         if not self._enabled:
             return
         self._numbers.create(found.device)
-        scale, stuck = self._numbers.tensors["scale"], self._numbers.tensors["stuck"]
+        scale = self._numbers.tensors["scale"]
         found = found.to(scale.device, non_blocking=True)
-        if self._numbers.on_host():  # the host can read these without waiting
-            count = stuck.numpy()
-            count[...] = count + 1 if host_value(found) else 0
-        else:
-            stuck.add_(1).mul_(found)
-        self._rescale(scale, found)
+        self._rescale(scale, found, self._numbers.count_skips(found, overflowed))
         self.forget()
 
     def scale_on(self, device: torch.device | str | int) -> Tensor:
@@ -357,8 +352,8 @@ class LossScaler(TorchScaler):
         for replica in self._replicas.values():
             replica.fill_(self._numbers.plain["scale"])
 
-    def _rescale(self, scale: Tensor, found: Tensor) -> None:
-        """Change the scale after an update."""
+    def _rescale(self, scale: Tensor, found: Tensor, overflowed: bool | None) -> None:
+        """Change the scale after an update; the last two as those of ``adapt``."""
 
     def _set(self, scale: Tensor, new: float | Tensor) -> None:
         if not isinstance(new, Tensor):

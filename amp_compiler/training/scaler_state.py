@@ -57,6 +57,7 @@ class Numbers:
     def __init__(self, scale: float, device: torch.device | None) -> None:
         self.plain: dict[str, Any] = {"scale": scale, "finite": 0, "overflows": 0, "stuck": 0}
         self.tensors: dict[str, Tensor] = {}
+        self._shared: dict[str, Any] = {}
         self.device = device  # where the tensors will be; None: where the first one is needed
 
     def create(self, device: torch.device) -> None:
@@ -68,6 +69,24 @@ class Numbers:
     def on_host(self) -> bool:
         """True if the host can read them without waiting for a device."""
         return not self.tensors or self.tensors["scale"].device.type == "cpu"
+
+    def shared(self, name: str) -> Any:
+        """Return the memory of a tensor on the host as an array of no dimensions, to read and write without an op."""
+        found = self._shared.get(name)
+        if found is None:
+            found = self._shared[name] = self.tensors[name].numpy()
+        return found
+
+    def count_skips(self, found: Tensor, overflowed: bool | None) -> bool | None:
+        """Count skipped updates in a row, where ``found`` is the flag of the last update, and ``overflowed`` the same
+        if the host has read it. Return the flag as the host reads it without waiting; None if it would have to wait."""
+        if not self.on_host():
+            self.tensors["stuck"].add_(1).mul_(found)
+            return None
+        overflowed = bool(host_value(found)) if overflowed is None else overflowed
+        count = self.shared("stuck")
+        count[...] = count + 1 if overflowed else 0
+        return overflowed
 
     def read(self, name: str) -> Any:
         """Return the number on the host."""
@@ -82,7 +101,8 @@ class Numbers:
                 self.tensors[name].fill_(value)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"plain": {name: self.read(name) for name in self.plain}, "tensors": {}, "device": self.device}
+        return {"plain": {name: self.read(name) for name in self.plain}, "tensors": {}, "_shared": {},
+                "device": self.device}  # fmt: skip
 
 
 class TorchScaler(torch.amp.GradScaler):

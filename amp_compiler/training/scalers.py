@@ -16,7 +16,6 @@ from ..common.errors import ArgumentError
 from ..common.torch_names import amp_update_scale_
 from . import scaler_checks as checks
 from .scaler_base import REMEDY, LossScaler
-from .scaler_state import host_value
 
 
 class StaticLossScaler(LossScaler):
@@ -188,13 +187,13 @@ class DynamicLossScaler(LossScaler):
     def _clamp(self, scale: Tensor) -> None:
         scale.clamp_(self._floor, self._ceiling)
 
-    def _rescale(self, scale: Tensor, found: Tensor) -> None:
-        finite, overflows = self._numbers.tensors["finite"], self._numbers.tensors["overflows"]
-        if self._overflow_patience == 1 and self._numbers.on_host() and not host_value(found):
-            count = host_value(finite) + 1
-            if count < self._growth_interval:  # torch's update would count, and leave the scale alone
-                finite.numpy()[...] = count
+    def _rescale(self, scale: Tensor, found: Tensor, overflowed: bool | None) -> None:
+        if overflowed is False and self._overflow_patience == 1:
+            count = self._numbers.shared("finite")
+            if count + 1 < self._growth_interval:  # torch's update would count, and leave the scale alone
+                count[...] = count + 1
                 return
+        finite, overflows = self._numbers.tensors["finite"], self._numbers.tensors["overflows"]
         too_many = found
         if self._overflow_patience > 1:
             overflow = found != 0

@@ -42,11 +42,12 @@ from .scaler_state import host_value
 from .scalers import DynamicLossScaler
 from .stuck import warn_if_stuck
 from .underflow import Underflow, explain_underflow, run_in_fp32
-from .update import apply_update
-from .window import Batch, Window, multiply_, rng_state
+from .update import apply_update, take_step
+from .window import Batch, Window, clip_, multiply_
 
 #: the window that a model's gradients belong to; weak, as the step owns it and it may refer back to the model
 _WAITING: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Window]] = weakref.WeakKeyDictionary()
+_NOTHING = contextlib.nullcontext()
 
 
 class TrainStep:
@@ -119,7 +120,7 @@ class TrainStep:
         args, kwargs = call_arguments(inputs)
         if torch.is_inference_mode_enabled():
             raise ArgumentError("A training step was called under torch.inference_mode(): call it outside of that.")
-        window = self._window
+        window, device = self._window, self._device
         self._owner.look()
         other = waiting() if (waiting := _WAITING.get(self.model)) is not None else None
         if window.done == 0 and other is not None and other is not window and other.done:
@@ -129,18 +130,24 @@ class TrainStep:
             )
         if other is not window:
             _WAITING[self.model] = weakref.ref(window)
-        scale = None if self.scaler is None or window.done else self.scaler.scale_on(self._device).clone()
-        with window.batch(scale):
-            batch = Batch(args, kwargs, targets, rng_state(self._device), window.done, window.found)
-            with torch.enable_grad():
-                loss, extra, output = self._running(args, kwargs, targets, self._device)
-            batch.found = window.found
-            batch.loss_finite = self._loss_finite = self._is_finite(loss)
+        scale = None if self.scaler is None or window.done else self.scaler.scale_on(device).clone()
+        before = window.begin(scale)
+        try:
+            batch = Batch(args, kwargs, targets, window.done, window.found)
+            with _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
+                loss, extra, output = self._running(batch, device)
+            batch.found, batch.rng = window.found, window.rng
+            finite = self._is_finite(loss)
+            batch.loss_finite = self._loss_finite = finite if isinstance(finite, Tensor) else self._flag(finite)
             window.batches.append(batch)
-        self._loss = loss.detach()
-        self._loss_watch.see(self._loss_finite, first=window.done == 1)
+        except BaseException:
+            window.abandon(before)
+            raise
+        window.end()
+        self._loss = loss
+        self._loss_watch.see(finite, first=window.done == 1)
         ends = window.done == window.size
-        if ends:
+        if ends and self._engine.reduces_outside:
             self._reduce()
         result = self._update(loss) if ends else self._result(loss, self._norm(), updated=False)
         return result if extra is output is None else dataclasses.replace(result, extra=extra, output=output)
@@ -156,14 +163,13 @@ class TrainStep:
             return None
         with torch.no_grad():
             multiply_(self._gradients(), window.size / window.done)
-        self._reduce()
-        return self._update(self._loss)
+        if self._engine.reduces_outside:
+            self._reduce()
+        return self._update(self._loss.detach())
 
     def _reduce(self) -> None:
         """Average the gradients over the processes, where no graph has done it: of a step in pieces, of a flush, and of
         parameters that only an earlier micro-batch has used."""
-        if not self._engine.reduces_outside:
-            return
         done = self._window.reduced
         left = {name: p for name, p in self._owner.named_trained().items() if name not in done}
         if done and all(p.grad is None for p in left.values()):
@@ -174,48 +180,50 @@ class TrainStep:
             self._window.see_reduced(all_finite(self._gradients()), self._owner.state())
 
     def _update(self, loss: Tensor) -> StepResult:
-        window = self._window
+        window, optimizer = self._window, self._owner.optimizer
         norm = self._norm()
         if window.found is not None and window.size > 1:  # user code may have changed a sum since it was checked
             window.found = torch.maximum(window.found, norm.isfinite().logical_not().to(window.found.dtype))
-        result = self._result(loss, norm, updated=True)
+        found = window.found
+        overflowed = bool(host_value(found)) if found is not None and self._on_host else None
+        result = self._result(loss, norm, updated=True, overflowed=overflowed)
         window.done = 0  # whatever happens below, the next batch begins a new update
         if self.max_grad_norm is not None:
-            with torch.no_grad():
-                multiply_(self._gradients(), torch.clamp(self.max_grad_norm / (result.grad_norm + 1e-6), max=1.0))
-        self._health.begin(self.optimizer, self._owner, window)
-        if window.found is None:
-            with self._weights.updating(self.optimizer):
-                self.optimizer.step()
-            self._loss_watch.end(norm.isfinite(), host_has_waited=False)
+            clip_(self._gradients(), result.grad_norm, self.max_grad_norm, reads=self._on_host)
+        self._health.begin(optimizer, self._owner, window)
+        with self._weights.updating(optimizer) if self._weights.takes(optimizer) else _NOTHING:
+            if found is None:
+                take_step(optimizer)
+            else:
+                _, taken = apply_update(optimizer, found, overflowed=overflowed)
+        if found is None:
+            if self._loss_watch.asks:
+                self._loss_watch.end(norm.isfinite(), host_has_waited=False)
         else:
-            with self._weights.updating(self.optimizer):
-                _, taken = apply_update(self.optimizer, window.found)
             assert self.scaler is not None
-            self.scaler.adapt(window.found.view(()))
+            self.scaler.adapt(found if found.dim() == 0 else found.view(()), overflowed)
             self._loss_watch.end(result.updated, host_has_waited=taken is not None)
             warn_if_stuck(self.scaler, self._explain, waited=taken is False)
         self._health.end(self._owner, window, self._look)
         window.narrow(self._owner.parameters())
         return result
 
-    def _result(self, loss: Tensor, norm: Tensor, *, updated: bool) -> StepResult:
+    def _result(self, loss: Tensor, norm: Tensor, *, updated: bool, overflowed: bool | None = None) -> StepResult:
+        """Return the result of a call. ``overflowed``: whether a gradient was not finite, if the host knows."""
         window = self._window
         scale = self._one if window.scale is None else window.scale
         if not updated or window.found is None:
             skipped, now = self._flag(False), self._flag(updated)
-        elif self._on_host:
-            left_out = bool(host_value(window.found))
-            skipped, now = self._flag(left_out), self._flag(not left_out)
+        elif overflowed is not None:
+            skipped, now = self._flag(overflowed), self._flag(not overflowed)
         else:
-            skipped = window.found.ne(0).view(())
-            now = skipped.logical_not()
-        return StepResult(loss.detach(), skipped, scale, norm, now, self._loss_finite)
+            now = (skipped := window.found.ne(0).view(())).logical_not()
+        return StepResult(loss, skipped, scale, norm, now, self._loss_finite)
 
-    def _is_finite(self, loss: Tensor) -> Tensor:
+    def _is_finite(self, loss: Tensor) -> Tensor | bool:
         if self._on_host and loss.device.type == "cpu":  # one read instead of four ops
-            return self._flag(math.isfinite(host_value(loss)))
-        return loss.detach().isfinite().reshape(())
+            return math.isfinite(host_value(loss))
+        return loss.isfinite().reshape(())
 
     def _flag(self, value: bool) -> Tensor:
         return (self._true if value else self._false).clone()  # a result is the caller's, who may write to it
@@ -224,11 +232,13 @@ class TrainStep:
         return [local_of(p.grad) for p in self._owner.parameters() if p.grad is not None]
 
     def _norm(self) -> Tensor:
-        def norm(gradients: Sequence[Tensor]) -> Tensor:
-            as_torch = self.max_grad_norm is not None
-            return total_norm(gradients, self._device, as_torch=as_torch) if gradients else torch.zeros_like(self._one)
+        gradients = [gradient for p in self._owner.parameters() if (gradient := p.grad) is not None]
+        return self._engine.norm(gradients, self._norm_of)
 
-        return self._engine.norm([p.grad for p in self._owner.parameters() if p.grad is not None], norm)
+    def _norm_of(self, gradients: Sequence[Tensor]) -> Tensor:
+        if not gradients:
+            return torch.zeros_like(self._one)
+        return total_norm(gradients, self._device, as_torch=self.max_grad_norm is not None)
 
     # ------------------------------------------------------------------------------------------- looking
 

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..common.torch_names import is_profiling, optimizer_post_hooks, optimizer_pre_hooks
 from ..kernels.unscale import unscale_
 
+_AROUND_STEP = Optimizer.profile_hook_step(lambda: None).__code__  # of the function that torch puts around ``step``
 _TAKES_FLAG = "_step_supports_amp_scaling"  # how torch's fused optimizers say that they read found_inf and grad_scale
 
 
@@ -23,6 +25,7 @@ def apply_update(
     grad_scale: Tensor | None = None,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
+    overflowed: bool | None = None,
 ) -> tuple[Any, bool | None]:
     """Take the step or skip it; return what ``optimizer.step(*args, **kwargs)`` returned and whether the step was taken
     (None if the host doesn't know).
@@ -30,15 +33,15 @@ def apply_update(
     ``found`` is an fp32 tensor of one element: 1.0 if a gradient is not finite, else 0.0. A fused optimizer reads it on
     its device, without a host sync. For any other, the host reads it once and calls ``step`` or doesn't. A skipped step
     changes neither the parameters nor the optimizer's state. ``grad_scale`` is the factor that the gradients are still
-    multiplied by; None if they are unscaled.
+    multiplied by; None if they are unscaled. ``overflowed``: whether ``found`` is not 0, if the host has read it.
     """
     kwargs = kwargs or {}
     if not takes_found_inf(optimizer):
         if grad_scale is not None:
             unscale_(gradients(optimizer), inverse(grad_scale), found)
-        if found.item():
+        if found.item() if overflowed is None else overflowed:
             return _left_out(optimizer)
-        return optimizer.step(*args, **kwargs), True
+        return take_step(optimizer, *args, **kwargs), True
     taken = None
     if not _start_momentum(optimizer):
         if found.item():
@@ -51,10 +54,28 @@ def apply_update(
     try:
         target.grad_scale = preset if grad_scale is None else grad_scale
         target.found_inf = found.reshape(())  # fused Adam subtracts it from step counts, which have no dimensions
-        return optimizer.step(*args, **kwargs), taken
+        return take_step(optimizer, *args, **kwargs), taken
     finally:
         vars(optimizer).pop("grad_scale", None)
         vars(optimizer).pop("found_inf", None)
+
+
+def take_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    """Call ``optimizer.step``. torch puts a function around the ``step`` of each class, which calls hooks and tells the
+    profiler; where there are neither, what is inside is called directly: for a small model the rest takes longer."""
+    own = optimizer.__dict__
+    step: Any = type(optimizer).step
+    if (
+        getattr(step, "__code__", None) is not _AROUND_STEP  # another decorator is outside of torch's
+        or "step" in own  # a scheduler, for example, has put a function around it
+        or own.get("_optimizer_step_pre_hooks")
+        or own.get("_optimizer_step_post_hooks")
+        or optimizer_pre_hooks
+        or optimizer_post_hooks
+        or is_profiling()
+    ):
+        return optimizer.step(*args, **kwargs)
+    return step.__wrapped__(optimizer, *args, **kwargs)
 
 
 def takes_found_inf(optimizer: Optimizer) -> bool:

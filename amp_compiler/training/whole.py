@@ -6,6 +6,7 @@ a callable that runs all of it at once. The callable returns the loss; the gradi
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +18,14 @@ from ..capture.autodiff import compile_joint, decompositions_for, joint_graph
 from ..capture.effects import assigned_attributes, input_sources
 from ..common.errors import CaptureError
 from ..common.gradients import LOW
-from ..common.torch_names import foreach_copy_, no_autocast, pytree
+from ..common.torch_names import (
+    OpOverload,
+    foreach_copy_,
+    is_any_autocast_enabled,
+    no_autocast,
+    pytree,
+    set_grad_enabled,
+)
 from ..inspect.report import cast_totals, graph_rows, kernel_counts
 from ..parallel.engine import Engine
 from ..passes import order
@@ -29,13 +37,16 @@ from ..runtime.state import Piece, State
 from .owner import Owner
 from .probe import Probe
 from .results import check_loss
-from .window import Window
+from .scaler_state import host_value
+from .window import Window, rng_state
 
 if TYPE_CHECKING:
     from ..parallel.shards import Shard
 
 #: the sources, as Dynamo writes them, of the arguments of a step's captured function; all other inputs are the model's
 _GIVEN = ("L['args']", "L['kwargs']", "L['targets']")
+#: namespaces whose ops say by a tag if they draw random numbers
+_KNOWN = ("aten", "prims", "amp", "_c10d_functional")
 
 
 class WholeStep(Backend):
@@ -114,10 +125,12 @@ class WholeStep(Backend):
     def _variant(self, joint: fx.GraphModule, backend: str, reduces: bool, widens: bool) -> Variant:
         steps = order.build(self.options.disable_passes)
         accumulates = self.window.size > 1
+        one_by_one = backend == "eager" and self.window.device.type == "cpu"
+        outside = one_by_one and not accumulates and not self.engine.together
         ctx = Context(
             self.options.policy, self.options.keep_output_dtypes, backend=backend, accumulates=accumulates,
             scales_loss=self.window.scale is not None, updates_in_fp32=widens,
-            recomputes=any("recompute" in n.meta for n in joint.graph.nodes),
+            recomputes=any("recompute" in n.meta for n in joint.graph.nodes), restores_outside=outside,
             reduction=self.engine.reduction(of_sums=accumulates) if reduces else None, sharding=self.engine.sharding(),
         )  # fmt: skip
         name = "joint, last micro-batch" if reduces and accumulates else "joint"
@@ -160,6 +173,26 @@ def _own_gradients(joint: fx.GraphModule) -> None:
     joint.recompile()
 
 
+def _shared(joint: fx.GraphModule, places: Sequence[int]) -> frozenset[int]:
+    """Return those of the outputs that may share memory with an input or with another of them: one is written to while
+    the other is still needed."""
+    if not places:
+        return frozenset()
+    results = pytree.tree_leaves(next(iter(reversed(joint.graph.nodes))).args[0])
+    classes = ir.alias_classes(joint.graph)
+    taken = [classes[n] for n in joint.graph.nodes if n.op == "placeholder"]
+    taken += [classes[results[place]] for place in places]
+    return frozenset(place for place in places if taken.count(classes[results[place]]) > 1)
+
+
+def _draws_numbers(joint: fx.GraphModule) -> bool:
+    """Whether running a graph may change the state of a random generator. Of ops that are not torch's or ours, and of
+    those with a body, that is not known."""
+    calls = [n.target for n in joint.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
+    known = [target for target in calls if isinstance(target, OpOverload) and target.namespace in _KNOWN]
+    return len(known) < len(calls) or any(torch.Tag.nondeterministic_seeded in target.tags for target in known)
+
+
 def _output(graph: fx.GraphModule, index: int) -> Any:
     last = next(iter(reversed(graph.graph.nodes)))
     node = pytree.tree_leaves(last.args[0])[index]
@@ -187,9 +220,22 @@ class StepGraph:
         #: of each input, the argument that it is, and those that are made for each call instead
         self.places = [role.index if role.kind == "primal" else 0 for role in self.inputs]
         self.made = [(place, role) for place, role in enumerate(self.inputs) if role.kind != "primal"]
-        self.outputs: tuple[ir.Role, ...] = joint.meta[ir.ROLE]
+        outputs: tuple[ir.Role, ...] = joint.meta[ir.ROLE]
+        self.results = [place for place, role in enumerate(outputs) if role.kind == "output"]
+        self.overflow = next((place for place, role in enumerate(outputs) if role.kind == "found"), None)
+        #: (place among the outputs, argument) of gradients, of those of them that include the sum so far, and of new
+        #: values of arguments
+        self.gradients = [(p, r.index) for p, r in enumerate(outputs) if r.kind in ("gradient", "total")]
+        self.totals = [role.index for role in outputs if role.kind == "total"]
+        self.mutations = [(p, role.index) for p, role in enumerate(outputs) if role.kind == "mutation"]
+        self.shared = _shared(joint, [place for place, _ in self.mutations])
+        self.draws = _draws_numbers(joint)
         self.sums = [role.index for role in self.inputs if role.kind == "sum"]
         self.restored = [role.index for role in joint.meta[ir.RESTORED]]
+        #: the graph gives the new state of the model, also if a gradient is not finite
+        self.restores = bool(self.restored) and self.overflow is not None and not any(
+            role.kind == "saved" for role in self.inputs
+        )
         (tangent,) = [n for n in joint.graph.nodes if n.op == "placeholder" and n.meta[ir.ROLE].kind == "tangent"]
         value = ir.tensor_of(tangent)
         assert value is not None
@@ -205,24 +251,38 @@ class StepGraph:
             self.low = other.low
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
+        enabled = torch.is_grad_enabled()
+        set_grad_enabled(False)
+        try:
+            if not is_any_autocast_enabled():
+                return self._run(args)
+            with no_autocast():
+                return self._run(args)
+        finally:
+            set_grad_enabled(enabled)
+
+    def _run(self, args: Sequence[Any]) -> list[Any]:
         window = self.window
-        with torch.no_grad(), no_autocast():
-            window.show()
-            if window.done == 0:
-                window.release(self.owner.parameters())
-            if self.shards:
-                args = [self.shards[i].take() if i in self.shards else given for i, given in enumerate(args)]
+        if self.draws:
+            window.rng = rng_state(window.device)
+        window.show()
+        if window.done == 0:
+            window.release(self.owner.parameters())
+        if self.shards:
+            args = [self.shards[i].take() if i in self.shards else given for i, given in enumerate(args)]
+        if self.sums:
             window.begin_sums([args[index] for index in self.sums])
-            low = iter(self.low.of(args, window.number) if self.low is not None else ())
-            values = [args[place] for place in self.places]
-            for place, role in self.made:
-                values[place] = self._value(role, args, low)
-            results = self.forward(*values)
-            for index in self.restored if window.size > 1 else ():
-                if self.names[index] not in window.saved:
-                    window.saved[self.names[index]] = args[index].clone()
+        low = iter(self.low.of(args, window.number) if self.low is not None else ())
+        values = [args[place] for place in self.places]
+        for place, role in self.made:
+            values[place] = self._value(role, args, low)
+        results = self.forward(values)
+        for index in self.restored if window.size > 1 else ():
+            if self.names[index] not in window.saved:
+                window.saved[self.names[index]] = args[index].clone()
+        if self.attributes:
             window.hold(self.attributes)  # Dynamo assigns to them after this has returned
-            return self._hand_on(args, results)
+        return self._hand_on(args, results)
 
     def _value(self, role: ir.Role, args: Sequence[Any], low: Any) -> Any:
         kind = role.kind
@@ -241,30 +301,36 @@ class StepGraph:
         return self.constants[role.name]
 
     def _hand_on(self, args: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-        outputs: list[Any] = []
-        written: list[Tensor] = []
-        values: list[Tensor] = []
-        parameters: list[Tensor] = []
-        gradients: list[Tensor] = []
-        for role, result in zip(self.outputs, results, strict=True):
-            if role.kind == "total":
-                args[role.index].grad = None  # it was one of the summands
-            if role.kind in ("gradient", "total"):
-                parameters.append(args[role.index])
-                gradients.append(result)
-            elif role.kind == "output":
-                outputs.append(result)
-            elif role.kind == "mutation":
-                written.append(args[role.index])
-                values.append(result)
-            else:
-                self.window.found = result
-        self.window.add(parameters, gradients)
-        if written:
-            foreach_copy_(written, values)
+        for index in self.totals:
+            args[index].grad = None  # it was one of the summands
+        if self.overflow is not None:
+            self.window.found = results[self.overflow]
+        self.window.add([args[index] for _, index in self.gradients], [results[place] for place, _ in self.gradients])
+        if self.mutations:
+            written = [(args[index], results[place].clone() if place in self.shared else results[place])
+                       for place, index in self.mutations]  # fmt: skip
+            if self.restores:
+                written = self._old_or_new(written)
+            if written:
+                foreach_copy_([tensor for tensor, _ in written], [value for _, value in written])
         for shard in self.shards.values():
             shard.give()
-        return outputs
+        return [results[place] for place in self.results]
+
+
+    def _old_or_new(self, written: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        """Return the (tensor, new value) that are to be written: in a skipped update, the model's own tensors keep the
+        values that they still hold."""
+        own = [index in self.restored for _, index in self.mutations]
+        found = self.window.found
+        assert found is not None
+        if not self.window.reads_flags:
+            bad = found.ne(0).view(())
+            return [(old, torch.where(bad, old, new) if is_own else new)
+                    for (old, new), is_own in zip(written, own, strict=True)]  # fmt: skip
+        if not host_value(found):
+            return written
+        return [pair for pair, is_own in zip(written, own, strict=True) if not is_own]
 
 
 class LowCopies:

@@ -22,18 +22,15 @@ class Batch:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     targets: Any
-    rng: list[Tensor]
-    number: int  # in its window, from 0
-    before: Tensor | None  # the window's overflow flag before this batch
+    number: int = 0  # in its window, from 0
+    before: Tensor | None = None  # the window's overflow flag before this batch
     found: Tensor | None = None  # and after it
-    loss_finite: Tensor = field(default_factory=lambda: torch.ones((), dtype=torch.bool))
-    versions: list[int] = field(default_factory=list)
+    loss_finite: Tensor | bool = True
+    rng: Sequence[Tensor] = ()  # the states of the random generators before this batch; empty if it draws no numbers
 
     def __post_init__(self) -> None:
-        self.versions = [t._version for t in self._tensors()]
-
-    def _tensors(self) -> list[Tensor]:
-        return tensors_in(self.args, self.kwargs, self.targets)
+        self.tensors = tensors_in(self.args, self.kwargs, self.targets)
+        self.versions = [t._version for t in self.tensors]
 
     def overflowed(self) -> bool:
         """True if this batch was the first in its window whose gradients were not finite."""
@@ -45,7 +42,7 @@ class Batch:
 
     def changed(self) -> bool:
         """True if its tensors were written to since it was passed in."""
-        return self.versions != [t._version for t in self._tensors()]
+        return self.versions != [t._version for t in self.tensors]
 
     def copy(self) -> tuple[Any, Any, Any]:
         """Return a copy to run once more, which the model may write to."""
@@ -59,10 +56,13 @@ class Batch:
 
 def tensors_in(args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any) -> list[Tensor]:
     """Return the tensors of a batch."""
-    given = (*args, *kwargs.values(), targets)
-    if all(value is None or isinstance(value, Tensor) for value in given):  # a tenth of the time that pytrees take
-        return [value for value in given if value is not None]
-    return [value for value in pytree.tree_leaves(given) if isinstance(value, Tensor)]
+    found: list[Tensor] = []
+    for value in (*args, *kwargs.values(), targets):
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif value is not None:  # flattening a tree takes ten times as long as the rest
+            found += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return found
 
 
 @dataclass(frozen=True)
@@ -97,28 +97,37 @@ class Window:
 
     def __post_init__(self) -> None:
         self.adding = False  # the batch in progress adds to the sums in place
+        self.rng: Sequence[Tensor] = ()  # of the batch in progress, as in ``Batch``
         self.widened = False  # a parameter may have a gradient that is wider than the parameter
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self.no_overflow = torch.zeros(1, device=self.device)  # never written to
+        self.reads_flags = self.device.type == "cpu"  # the host reads the overflow flag without waiting
 
-    @contextlib.contextmanager
-    def batch(self, scale: Tensor | None) -> Iterator[None]:
-        """Enclose one micro-batch. The first begins a new window; one that fails leaves everything as it was."""
-        before = {name: value for name, value in self.__dict__.items() if name != "adding"}
+    def begin(self, scale: Tensor | None) -> dict[str, Any]:
+        """Begin a micro-batch, which ``end`` or ``abandon`` must end; the first begins a new window. Return what
+        ``abandon`` needs."""
+        before = self.__dict__.copy()
         if self.done == 0:
             self.number += 1
             self.saved, self.held, self.batches, self.reduced = {}, {}, [], frozenset()
             self.scale = scale
             self.found = None if scale is None else self.no_overflow
-        try:
-            yield
-        except BaseException:
-            self.__dict__.update(before)
-            if self.adding:  # the sums hold a part of this batch
-                self.done, self.adding = 0, False
-            raise
+        self.rng = ()
+        return before
+
+    def abandon(self, before: dict[str, Any]) -> None:
+        """End a micro-batch that has failed, and leave everything as it was."""
+        adding = self.adding
+        self.__dict__.update(before)
         self.adding = False
-        self._put_back_attributes()
+        if adding:  # the sums hold a part of this batch
+            self.done = 0
+
+    def end(self) -> None:
+        """End a micro-batch."""
+        self.adding = False
+        if self.held:
+            self._put_back_attributes()
         self.done += 1
 
     def release(self, parameters: Iterable[Tensor]) -> None:
@@ -180,13 +189,14 @@ class Window:
         sums: list[Tensor] = []
         parts: list[Tensor] = []
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            if parameter.grad is None:
+            total = parameter.grad
+            if total is None:
                 set_gradient(parameter, _like(gradient, parameter))
-            elif _are_alike(parameter.grad, gradient):
-                sums.append(parameter.grad)
+            elif _are_alike(total, gradient):
+                sums.append(total)
                 parts.append(gradient)
             else:
-                set_gradient(parameter, parameter.grad + gradient)
+                set_gradient(parameter, total + gradient)
         if sums:
             foreach_add_(local_parts(sums), local_parts(parts))
 
@@ -257,6 +267,16 @@ def multiply_(tensors: Sequence[Tensor], factor: Any) -> None:
             tensor.mul_(factor)
 
 
+@torch.no_grad()
+def clip_(gradients: Sequence[Tensor], norm: Tensor, limit: float, *, reads: bool) -> None:
+    """Scale the gradients down to the norm ``limit`` in place, by the formula of ``torch.nn.utils.clip_grad_norm_``.
+    ``reads``: the host may read the norm without waiting; gradients of a smaller norm are left alone then."""
+    factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
+    known: Any = factor.tolist() if reads else None
+    if known != 1.0:
+        multiply_(gradients, factor)
+
+
 def rng_state(device: torch.device) -> list[Tensor]:
     """Return the state of the random generators that a batch can draw from."""
     states = [torch.get_rng_state()]
@@ -266,6 +286,9 @@ def rng_state(device: torch.device) -> list[Tensor]:
 
 
 def set_rng_state(states: Sequence[Tensor], device: torch.device) -> None:
+    """Restore what ``rng_state`` has returned; nothing if it is empty."""
+    if not states:
+        return
     torch.set_rng_state(states[0])
     if device.type == "cuda" and len(states) > 1:
         torch.cuda.set_rng_state(states[1], device)

@@ -169,6 +169,42 @@ def test_casts_keep_strides_and_copy(kwargs: Any, dtypes: Any) -> None:
     assert result.data_ptr() != source.data_ptr()
 
 
+def test_detaching_is_no_op_unless_it_is_returned() -> None:
+    graph = fx.Graph()
+    given = graph.placeholder("given")
+    made = graph.call_function(aten.exp.default, (given,))
+    once = graph.call_function(aten.detach.default, (made,))
+    twice = graph.call_function(aten.detach.default, (once,))
+    graph.call_function(aten.detach.default, (twice,))  # which nothing reads
+    total = graph.call_function(aten.add.Tensor, (twice, made))
+    returned = graph.call_function(aten.detach.default, (given,))
+    graph.output((total, returned))
+    run = straight_line(fx.GraphModule({}, graph))
+    assert run is not None
+    value = torch.randn(3)
+    with Seen() as seen:
+        total_value, own = run([value])
+    assert [op for op, _ in seen.calls] == [aten.exp.default, aten.add.Tensor, aten.detach.default]
+    assert torch.equal(total_value, 2 * value.exp())
+    assert own is not value
+    assert own.data_ptr() == value.data_ptr()
+
+
+def test_a_detached_value_is_freed_after_its_last_use() -> None:
+    graph = fx.Graph()
+    given = graph.placeholder("given")
+    made = graph.call_function(aten.exp.default, (given,))
+    detached = graph.call_function(aten.detach.default, (made,))
+    read = graph.call_function(aten.sum.dim_IntList, (detached, [0]))
+    kept: list[weakref.ref[Tensor]] = []
+    graph.call_function(lambda value: kept.append(weakref.ref(value)), (detached,))
+    later = graph.call_function(lambda value: value if kept[0]() is None else None, (read,))
+    graph.output(later)
+    run = straight_line(fx.GraphModule({}, graph))
+    assert run is not None
+    assert run([torch.ones(2)]) is not None
+
+
 def test_graphs_that_call_modules_are_left_to_torch() -> None:
     assert straight_line(fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2)))) is None
 

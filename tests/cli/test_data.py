@@ -100,7 +100,7 @@ def here(user_folder: Path) -> Path:
     np.savez(user_folder / "wrong.npz", np.ones((3, 5), np.float32))
     np.savez(user_folder / "misnamed.npz", y=np.ones((3, 4), np.float32))
     np.savez(user_folder / "nan.npz", np.full((3, 4), np.nan, np.float32))
-    np.savez(user_folder / "none.npz", np.ones((0, 4), np.float32))
+    np.savez(user_folder / "empty.npz", np.ones((0, 4), np.float32))
     np.savez(user_folder / "words.npz", np.array(["a"]))
     np.savez(user_folder / "targets.npz", targets=np.ones(3))
     (user_folder / "empty.pt").write_bytes(b"")
@@ -120,7 +120,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "another size": ([*CONVERT, "--data", "larger.npz"], "x is float32[5, 4], but float32[3, 4] in the example inputs"),
     "no export": (["convert", "fits.py:Breaks", *CONVERT[2:], "--data", "fits.npz"], "cannot be exported"),
     "NaN": ([*SEARCH, "--data", "nan.npz"], "In fp32, the outputs of the model for the data have NaN"),
-    "no samples": ([*SEARCH, "--data", "none.npz"], "for the data: x is float32[0, 4]"),
+    "no samples": ([*SEARCH, "--data", "empty.npz"], "for the data: x is float32[0, 4]"),
     "text": ([*SEARCH, "--data", "words.npz"], "uint8, and bool.\n"),
     "only targets": ([*SEARCH, "--data", "targets.npz"], "it has targets."),
     "an empty file": ([*SEARCH, "--data", "empty.pt"], "the file empty.pt is empty"),

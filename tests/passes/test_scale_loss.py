@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from typing import Any
 
@@ -112,6 +113,17 @@ def test_state_is_old_or_new(found: float) -> None:
     result = run(gm, inputs, found=found, saved={1: torch.tensor(1), 2: torch.full((2,), 7.0)})
     assert result[ir.Role("mutation", 1)].tolist() == (1 if found else 4)
     assert result[ir.Role("mutation", 2)].tolist() == ([7.0, 7.0] if found else [0.5, 0.5])
+
+
+def test_state_is_new_if_the_step_restores_it() -> None:
+    def fn(w: Tensor, count: Tensor) -> Tensor:
+        count.add_(1)
+        return (w * 2).sum()
+
+    inputs = [leaf(2), torch.tensor(3)]
+    graph = step_graph(fn, *inputs, state=[1])
+    gm = check_pass(PASS, graph, dataclasses.replace(context(), restores_outside=True), modified=True)
+    assert run(gm, inputs, found=1.0)[ir.Role("mutation", 1)].tolist() == 4
 
 
 def test_what_is_the_users_is_not_restored() -> None:

@@ -82,6 +82,29 @@ def test_shared_memory_is_cloned_first(fn: Any) -> None:
     assert len({x.untyped_storage().data_ptr() for x in result.values()}) == len(result)
 
 
+def test_results_of_a_normalization_are_separate() -> None:
+    def fn(w: Tensor, b: Tensor, x: Tensor) -> Tensor:
+        return torch.nn.functional.layer_norm(x, (2,), w, b).pow(3).sum()
+
+    inputs = [torch.randn(2, requires_grad=True), torch.randn(2, requires_grad=True), torch.randn(4, 2)]
+    before = gradients(run(scaled(fn, *inputs), *inputs))
+    gm = check_pass(unscale_in_place.PASS, scaled(fn, *inputs), modified=True)
+    (op,) = [n for n in gm.graph.nodes if ir.op_name(n) == "amp::unscale_"]
+    assert not any(ir.op_name(gradient) == "clone" for gradient in op.args[0])
+    same(gradients(run(gm, *inputs)), before)
+
+
+def test_one_result_for_two_parameters_is_cloned() -> None:
+    def fn(w: Tensor, b: Tensor, x: Tensor) -> Tensor:
+        return torch.nn.functional.layer_norm(x, (2,), w + b).pow(3).sum()
+
+    inputs = [torch.randn(2, requires_grad=True), torch.randn(2, requires_grad=True), torch.randn(4, 2)]
+    gm = check_pass(unscale_in_place.PASS, scaled(fn, *inputs), modified=True)
+    result = gradients(run(gm, *inputs))
+    assert torch.equal(result[0], result[1])
+    assert result[0].data_ptr() != result[1].data_ptr()
+
+
 def test_a_bare_scalar_parameter() -> None:
     """Its gradient is the tangent: an input, which must not be written to."""
     w = torch.tensor(3.0, requires_grad=True)

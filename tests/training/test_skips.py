@@ -485,3 +485,42 @@ def test_one_bad_value_in_one_gradient_is_enough() -> None:
     assert bool(result.loss.isfinite())
     assert not bool(result.grad_norm.isfinite())
     assert model.fine.tolist() == [1.0, 1.0, 1.0]
+
+
+class Exchanges(nn.Module):
+    """Two buffers that change places, a count, and a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(3, 2)
+        self.norm = nn.BatchNorm1d(2)
+        self.register_buffer("one", torch.zeros(2))
+        self.register_buffer("other", torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = self.one.clone()
+        self.one.copy_(self.other)
+        self.other.copy_(kept)
+        return self.norm(self.line(x)) + self.one
+
+
+@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.parametrize("scaler", ["dynamic", None])
+def test_new_state_is_written_and_that_of_a_skipped_update_is_not(reads: bool, scaler: str | None) -> None:
+    torch.manual_seed(0)
+    model = Exchanges()
+    plain = copy.deepcopy(model)
+    step = compile_train_step(model, F.mse_loss, sgd(model.parameters()), dtype=torch.bfloat16, loss_scaler=scaler)
+    step._window.reads_flags = reads
+    x, y = torch.randn(4, 3), torch.randn(4, 2)
+    for number in range(1, 4):
+        plain(x)
+        step(x, y)
+        assert int(model.norm.num_batches_tracked) == number
+        assert torch.equal(model.one, plain.one)
+        assert torch.equal(model.other, plain.other)
+    if scaler is not None:
+        before = copy.deepcopy(model.state_dict())
+        assert bool(step(x, y * float("inf")).skipped)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, before[name]), name
