@@ -70,7 +70,7 @@ def test_a_conversion_that_is_right_by_measurement(run, faulty):
     (["search", "faulty.py:make", "--tolerance", "1", "--evaluate", "model.py:number"], "is a int"),
     (["search", "faulty.py:make", "--tolerance", "1", "--evaluate", "model.py:eror"], "no attribute 'eror'"),
     (["search", "faulty.py:make", "--tolerance", "1", "--evaluate", "model.py"], "does not name anything"),
-    (["search", "faulty.py:make", "--tolerance", "1", "--data", "wrong.npz"], "cannot be called with batch 1: x is float32[2, 3]"),
+    (["search", "faulty.py:make", "--tolerance", "1", "--data", "wrong.npz"], "with batch 1: x is float32[2, 3]"),
     (["search", "faulty.py:make", "--tolerance", "1", "--data", "data.npz", "--objective", "speed"], "or a device"),
     (["convert", "faulty.py:make", "--tolerance", "1", "-o", "x.pt2"], "--tolerance needs --data"),
     (["convert", "faulty.py:make", "--data", "data.npz", "-o", "x.pt2"], "--data needs --tolerance"),
