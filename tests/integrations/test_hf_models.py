@@ -12,7 +12,7 @@ from integrations.hf_runs import fresh_state
 from integrations.test_transformers import arguments, make_language_model, sentences
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration, Trainer
 
 from amp_compiler.integrations.accelerate import amp_module, prepare
 from amp_compiler.integrations.transformers import AmpMixin, AmpTrainer
@@ -48,6 +48,41 @@ def test_the_same_losses_in_another_way(given: dict[str, Any], tmp_path: Path) -
     _, plain = trained(tmp_path)
     _, other = trained(tmp_path, **given)
     assert other == pytest.approx(plain, rel=1e-5)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "adafactor": {"optim": "adafactor"},
+    "sgd": {"optim": "sgd", "learning_rate": 0.1},
+    "fused": {"optim": "adamw_torch_fused"},
+    "not clipped": {"max_grad_norm": 0.0},
+    "clipped": {"max_grad_norm": 0.1, "gradient_accumulation_steps": 2},
+    "neftune": {"neftune_noise_alpha": 5.0},
+    "label smoothing": {"label_smoothing_factor": 0.1},
+    "checkpointing": {"gradient_checkpointing": True},
+    "warm-up": {"warmup_steps": 2, "lr_scheduler_type": "cosine"},
+    "evaluated": {"eval_strategy": "steps", "eval_steps": 1, "eval_accumulation_steps": 1, "save_strategy": "steps",
+                  "save_steps": 1, "load_best_model_at_end": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_at_o0_the_weights_are_the_trainers_own(option: str, tmp_path: Path) -> None:
+    """At O0 only the integration is left, and with fp16 a loss scale, a power of two, which changes no bit."""
+    models = []
+    for kind, more in ((Trainer, {}), (AmpTrainer, {"amp_level": "O0", "amp_dtype": "float16"})):
+        model = make_language_model()
+        torch.manual_seed(1)
+        trainer = kind(
+            model, arguments(tmp_path / kind.__name__, max_steps=3, **OPTIONS[option]),
+            train_dataset=sentences(12), eval_dataset=sentences(4), **more,
+        )  # fmt: skip
+        trainer.train()
+        models.append(trainer.model)
+    start = make_language_model()
+    plain, amp = ([p.detach() for p in model.parameters()] for model in models)
+    assert any(not torch.equal(a, b) for a, b in zip(start.parameters(), plain, strict=True))
+    for (name, _), a, b in zip(start.named_parameters(), plain, amp, strict=True):
+        assert torch.equal(a, b), name
 
 
 def test_label_smoothing(tmp_path: Path) -> None:
