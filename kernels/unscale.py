@@ -77,7 +77,7 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found: Tensor) -> None:
 def _write(grads: Sequence[Tensor], inv_scale: Tensor, found: Tensor) -> None:
     if not registry.loaded() and found.is_cpu and inv_scale.is_cpu and _are_plain(grads):
         if grads:
-            foreach_unscale_(grads, found, inv_scale)
+            foreach_unscale_(list(grads), found, inv_scale)
         return
     if any(type(grad) is not Tensor and is_dtensor(grad) for grad in grads):
         _write(local_parts(grads), inv_scale, found)

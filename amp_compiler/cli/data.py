@@ -107,7 +107,7 @@ def _from_pt(path: Path) -> Iterable[Any]:
     return _several(found)
 
 
-def _several(found: Any) -> Any:
+def _several(found: Any) -> Iterable[Any]:
     """Return a list of batches for what may be a single batch: a tensor, a tuple or a dict."""
     import torch
 

@@ -64,7 +64,7 @@ def take_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
     """Call ``optimizer.step``. torch puts a function around the ``step`` of each class, which calls hooks and tells the
     profiler; where there are neither, what is inside is called directly: for a small model the rest takes longer."""
     own = optimizer.__dict__
-    step: Any = type(optimizer).step
+    step: Any = getattr(type(optimizer), "step", None)  # None for a wrapper that only passes reads on
     if (
         getattr(step, "__code__", None) is not _AROUND_STEP  # another decorator is outside of torch's
         or "step" in own  # a scheduler, for example, has put a function around it
