@@ -32,7 +32,7 @@ NOT_ON_FAKES = (
 AUTOCAST_FAILS = ("linalg.pinv",)
 #: ops that fakes cannot run before they are taken apart, as autocast does (torch 2.15)
 WITHOUT_SHAPE = ("nn.functional.ctc_loss",)
-PARTS, IN_TEST = 8, 2  # each part collects garbage first, which takes about as long as thirty ops
+PARTS = 8  # with two, a call of every op took ten times as long: nothing is collected inside of a part
 # The database calls what is deprecated too.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("quiet_fakes")]
 
@@ -118,9 +118,9 @@ def all_ops() -> list[Any]:
     return [op for op in op_db if torch.float32 in op.dtypes]
 
 
-@pytest.mark.parametrize("part", range(IN_TEST))
+@pytest.mark.parametrize("part", range(PARTS))
 def test_a_call_of_every_op_has_autocasts_dtypes(part: int) -> None:
-    ops = all_ops()[part::IN_TEST]
+    ops = all_ops()[part::PARTS]
     same, different = compare(ops, torch.float16, 1)
     assert different == []
     assert same > 0.85 * len(ops)  # the rest cannot run on fakes
