@@ -83,8 +83,7 @@ def decided(fast: AmpModule) -> list[list[tuple[str, Any, Any]]]:
     return [[(n.name, ir.decision(n), ir.origin(n)) for n in gm.graph.nodes] for gm in fast.graphs]
 
 
-@pytest.mark.parametrize("again", [larger, in_eval_mode])
-@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize(("again", "dtype"), [(larger, BF16), (in_eval_mode, F16)], ids=["larger", "in eval mode"])
 def test_one_twin_serves_all_captures(
     again: Callable[[AmpModule], list[Tensor]], dtype: torch.dtype, twins: list[torch.dtype],
     monkeypatch: pytest.MonkeyPatch,
