@@ -33,14 +33,13 @@ def verify(
     """Check that ``facts`` hold on ``gm`` and on the graphs inside it.
 
     ``deep``: also run the facts' deep checks and every op again; ``AMP_VERIFY`` decides if it is None. ``rerun``: False
-    for a graph that has not changed since it was last verified, whose form and ops need no further look.
+    for a graph that has not changed since its ops were last run again.
     """
     deep = (ctx.deep or deep_by_default()) if deep is None else deep
     facts = tuple(facts)
     for name, inner in ir.all_graphs(gm):
         place = Place(after, name)
-        if deep or rerun:
-            _well_formed(inner, place)
+        _well_formed(inner, place)
         for fact in facts:
             if name and not fact.inside:
                 continue
