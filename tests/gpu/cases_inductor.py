@@ -43,9 +43,15 @@ def sources() -> Iterator[dict[str, str]]:
     before: Any = AsyncCompile.triton
     AsyncCompile.triton = triton  # type: ignore[method-assign]
     try:
-        # Folding would read the values of constants, which the stand-in does not have.
+        # The stand-in has no values and no clock: folding would read constants, and whether operands of a product are
+        # padded is decided by timing both on the device.
         with config.patch(
-            {"force_disable_caches": True, "compile_threads": 1, "joint_graph_constant_folding": False}
+            {
+                "force_disable_caches": True,
+                "compile_threads": 1,
+                "joint_graph_constant_folding": False,
+                "shape_padding": False,
+            }
         ):
             yield found
     finally:
