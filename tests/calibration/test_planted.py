@@ -93,6 +93,7 @@ def test_gradients_that_vanish_are_found_by_a_metric_of_gradients():
     assert all("has gradients up to" in reason for _, reason in search.reasons)
 
 
+@pytest.mark.zoo
 def test_gradients_that_cancel_are_found_by_a_metric_of_gradients():
     """The weights nearly cancel, so that the two gradients of what they multiply do too: their sum is computed in the
     precision of that value."""

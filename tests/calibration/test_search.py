@@ -102,11 +102,11 @@ KINDS = {1: ("weights",), 2: ("gradients",), 3: ("plateau",), 4: ("gradients", "
          5: ("activations", "plateau"), 6: ("weights", "activations", "gradients")}  # fmt: skip
 
 
-@pytest.mark.parametrize("number", [pytest.param(n, marks=[pytest.mark.zoo] if n != 4 else []) for n in KINDS])
-def test_faults_among_200_ops(number, monkeypatch):
+@pytest.mark.parametrize(("number", "ops"), [(4, 80), *(pytest.param(n, 200, marks=pytest.mark.zoo) for n in KINDS)])
+def test_faults_among_many_ops(number, ops, monkeypatch):
     """The network and its calibration are real, and only the compiler is not: a trial fails if an op of a fault is low.
     ``benchmarks/search.py`` compiles and runs them all."""
-    model, faults = planted(200, KINDS[number])
+    model, faults = planted(ops, KINDS[number])
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
     real = amp_compile(model, level="O3", dtype=torch.float16)
     real(x)
@@ -119,7 +119,7 @@ def test_faults_among_200_ops(number, monkeypatch):
 
     search = search_bad(model, failing, calibration=calibration)
     assert len(wanted) == number
-    assert len(search.items) >= 195
+    assert len(search.items) >= ops - 5
     assert {name for name, _ in search.reasons} == wanted
     assert search.evaluations <= 20
     without = search_bad(model, failing, budget=200)

@@ -23,9 +23,9 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
 class Classifier(LightningModule):
     """The transformer of ``trainer_loops`` with a training step that calls ``self``."""
 
-    def __init__(self, optimizers: Optimizers = adamw) -> None:
+    def __init__(self, optimizers: Optimizers = adamw, layers: int = 2) -> None:
         super().__init__()
-        self.net, self.optimizers_of = make_model(), optimizers
+        self.net, self.optimizers_of = make_model(layers=layers), optimizers
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.net(tokens)

@@ -45,9 +45,9 @@ class Transformer(nn.Module):
         return self.head(x.mean(dim=1))
 
 
-def make_model(seed: int = 0) -> Transformer:
+def make_model(seed: int = 0, layers: int = 2) -> Transformer:
     torch.manual_seed(seed)
-    return Transformer()
+    return Transformer(layers)
 
 
 def make_batches(count: int, size: int = 4, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
@@ -59,12 +59,14 @@ def make_batches(count: int, size: int = 4, seed: int = 1) -> list[tuple[Tensor,
 
 @dataclass
 class Curve:
-    """What a run leaves behind: losses of the micro-batches, scales and learning rates after each update, weights."""
+    """What a run leaves behind: losses of the micro-batches, scales and learning rates after each update, weights, and
+    how many ops were computed in each precision."""
 
     losses: list[float] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
+    precisions: dict[str, int] = field(default_factory=dict)
 
 
 def own_loop(
@@ -105,5 +107,6 @@ def own_loop(
             scheduler.step()
         curve.scales.append(scaler.get_scale())
         curve.rates.append(optimizer.param_groups[0]["lr"])
+    curve.precisions = dict(compiled.report().by_precision)
     curve.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     return curve

@@ -52,22 +52,36 @@ def converted_rows(model: nn.Module, policy: Policy) -> list[tuple[str, str, str
     return [(row.module, row.op, row.precision) for row in report.rows]
 
 
-@pytest.mark.parametrize("rows", [compiled_rows, converted_rows])
-@pytest.mark.parametrize(("rule", "wide"), [
+RULES = [
     (CallRule("a", "tanh", number=1), [("a", "tanh", 1)]),
     (CallRule("a", "tanh"), [("a", "tanh", 0), ("a", "tanh", 1)]),
     (CallRule("a.fc", "linear", number=1), [("a.fc", "linear", 1)]),
     (CallRule("", "tanh"), [("", "tanh", 0)]),
     (CallRule("b", "multiply", number=0), [("b", "mul", 0)]),
     (CallRule("b", "tanh", number=7), []),
-])  # fmt: skip
-def test_a_rule_names_one_call(rows, rule, wide):
+]
+
+
+def wide_calls(rows, rules):
     found, seen = [], {}
-    for module, op, chosen in rows(Net(), Policy("O3", FP16).with_calls([rule])):
+    for module, op, chosen in rows(Net(), Policy("O3", FP16).with_calls(rules)):
         number = seen[module, op] = seen.get((module, op), -1) + 1
         if chosen == "float32":
             found.append((module, op, number))
-    assert found == wide
+    return found
+
+
+@pytest.mark.parametrize(("rule", "wide"), RULES)
+@pytest.mark.parametrize("rows", [pytest.param(compiled_rows, marks=pytest.mark.zoo), converted_rows])
+def test_a_rule_names_one_call(rows, rule, wide):
+    assert wide_calls(rows, [rule]) == wide
+
+
+@pytest.mark.parametrize("numbers", [(0, 2, 3, 4, 5), (1,)], ids=["one rule a module and op", "every call"])
+def test_rules_of_a_compiled_model_name_their_calls(numbers):
+    """As above, with all rules in one model that do not name the same call."""
+    wanted = [call for i in numbers for call in RULES[i][1]]
+    assert sorted(wide_calls(compiled_rows, [RULES[i][0] for i in numbers])) == sorted(wanted)
 
 
 def test_a_rule_can_ask_for_low_precision_and_gives_its_reason():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from amp_compiler import ArgumentError, StaticLossScaler, TrainStep, compile_train_step, fit
+from amp_compiler.kernels import cpu
 from amp_compiler.training.health import Health
 from amp_compiler.training.health_watch import Movement
 from training_helpers import bad, batches, differences, state
@@ -64,6 +66,14 @@ def run(step: TrainStep, number: int = 1) -> TrainStep:
     for x, y in DATA[:number]:
         step(x, y)
     return step
+
+
+@pytest.fixture(scope="module")
+def module_kernels() -> Iterator[None]:
+    """The kernels of ``conftest.py``, for what several tests share."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(cpu.SETTING, "wide")
+        yield
 
 
 # ------------------------------------------------------------------------------------------------ lost updates
@@ -115,10 +125,16 @@ def test_the_tensor_that_the_optimizer_updates_counts() -> None:
     assert [(m.name, m.dtype, m.counts.tolist()) for m in movement.found] == [("weight", "float32", [4, 0])]
 
 
-def test_a_learning_rate_of_zero_loses_nothing() -> None:
-    health = run(make(lr=0.0)).health()
-    assert all(p.updates == 0 for p in health.parameters)
-    assert not any("too small" in line for line in health.advice)
+@pytest.fixture(scope="module")
+def still(module_kernels: None) -> Health:
+    """Of a step without faults whose learning rate is zero."""
+    torch._dynamo.reset()
+    return run(make(lr=0.0)).health()
+
+
+def test_a_learning_rate_of_zero_loses_nothing(still: Health) -> None:
+    assert all(p.updates == 0 for p in still.parameters)
+    assert not any("too small" in line for line in still.advice)
 
 
 @pytest.mark.parametrize("every", [None, 1], ids=["on demand", "sampled"])
@@ -176,19 +192,18 @@ def test_activations_near_zero() -> None:
     assert "are near zero in float16" in str(health)
 
 
-def test_ops_are_told_once_and_casts_of_parameters_not_at_all() -> None:
-    health = run(make()).health()
-    names = [op.name for op in health.ops]
+def test_ops_are_told_once_and_casts_of_parameters_not_at_all(still: Health) -> None:
+    names = [op.name for op in still.ops]
     assert len(names) == len(set(names))
     assert {"first: the input", "first: linear", "mul", "second: linear"} <= set(names)
     assert not any("to_copy" in name or "weight" in name for name in names)
-    assert not any(op.near_overflow for op in health.ops)
+    assert not any(op.near_overflow for op in still.ops)
 
 
 # ------------------------------------------------------------------------------------------------------ samples
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", [pytest.param(False, marks=pytest.mark.trainers), True])
 def test_samples_leave_the_bits_of_a_run_alone(fused: bool) -> None:
     """With dropout, batch norm, accumulation, clipping and a skipped update."""
     results = []
@@ -278,7 +293,7 @@ def test_a_wrong_period(every: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def ill() -> Health:
+def ill(module_kernels: None) -> Health:
     torch._dynamo.reset()
     return run(make(tiny, lr=1e-9, net=Net(gain=3e4))).health()
 
@@ -331,7 +346,7 @@ def test_a_sound_step_says_so() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::amp_compiler.common.errors.AmpWarning")
-@pytest.mark.parametrize("every", [None, 1])
+@pytest.mark.parametrize("every", [None, pytest.param(1, marks=pytest.mark.trainers)])
 def test_lost_updates_are_those_of_the_masters(every: int | None) -> None:
     """bf16 weights of 1 lose every small update; fp32 masters lose none of them, and neither does the advice speak."""
 

@@ -92,7 +92,12 @@ def same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "options"),
-    [(F16, {}), (BF16, {"accumulate_steps": 2, "max_grad_norm": 0.1}), (BF16, {"loss_scaler": None})], ids=str,
+    [
+        (F16, {}),
+        (BF16, {"accumulate_steps": 2, "max_grad_norm": 0.1}),
+        pytest.param(BF16, {"loss_scaler": None}, marks=pytest.mark.trainers),
+    ],
+    ids=str,
 )  # fmt: skip
 def test_masters_are_the_weights_of_the_fp32_model(dtype: torch.dtype, options: dict[str, Any]) -> None:
     """O2 rounds an fp32 model's weights where it reads them, so both compute the same, bit for bit."""

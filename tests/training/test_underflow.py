@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_compiler import StaticLossScaler, TrainStep, compile_train_step
+from amp_compiler.kernels import cpu
 
 
 class Net(nn.Module):
@@ -40,9 +41,17 @@ def run(step: TrainStep) -> TrainStep:
     return step
 
 
+@pytest.fixture(scope="module")
+def flushed() -> TrainStep:
+    """A step that has lost its gradients, for the tests that only ask."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(cpu.SETTING, "wide")  # as in conftest.py
+        return run(step_of(None))
+
+
 @pytest.mark.parametrize("broken", [False, True])
-def test_names_the_op_the_parameters_and_the_scale(broken: bool) -> None:
-    step = run(step_of(None, broken=broken))
+def test_names_the_op_the_parameters_and_the_scale(flushed: TrainStep, broken: bool) -> None:
+    step = run(step_of(None, broken=True)) if broken else flushed
     found = step.explain_underflow()
     assert found
     assert found.share > 0.9
@@ -54,11 +63,10 @@ def test_names_the_op_the_parameters_and_the_scale(broken: bool) -> None:
     assert f"A scale of {found.better_scale:g} would save them" in str(found)
 
 
-def test_the_scale_that_is_named_saves_them() -> None:
-    lost = run(step_of(None))
-    better = lost.explain_underflow().better_scale
+def test_the_scale_that_is_named_saves_them(flushed: TrainStep) -> None:
+    better = flushed.explain_underflow().better_scale
     assert better is not None
-    assert not lost.model.first.weight.grad.any()
+    assert not flushed.model.first.weight.grad.any()
     saved = run(step_of(StaticLossScaler(better)))
     found = saved.explain_underflow()
     assert not found
@@ -68,12 +76,12 @@ def test_the_scale_that_is_named_saves_them() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_parameters_that_are_stored_low_are_named() -> None:
+def test_parameters_that_are_stored_low_are_named(flushed: TrainStep) -> None:
     torch.manual_seed(0)
     model = Net().half()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = run(compile_train_step(model, tiny, optimizer, loss_scaler=None, dtype=torch.float16))
-    expected = {name for name, _ in run(step_of(None)).explain_underflow().parameters}
+    expected = {name for name, _ in flushed.explain_underflow().parameters}
     assert {name for name, _ in step.explain_underflow().parameters} == expected
     assert {p.name for p in step.health().parameters if p.flushed} == expected
 
