@@ -9,7 +9,7 @@ STEPS = ("dense-O2-fp16-adamw", "conv_bn-O1-bf16-sgd", "masked_attention-torch-f
 WAITS = ("fused", "clipped", "unfused", "reads")
 #: products with the launches of each: K is split, or not
 SHAPES = {"square": 1, "few rows": 2, "batch": 1, "ragged": 1, "layer": 1}
-PARITY = ("dense fp16", "conv_bn bf16", "shared_weights fp16")
+PARITY = ("dense fp16", "conv_bn bf16")
 CONVERTED = ("conv_bn",)
 #: the kernel that torch takes for a call, by compute capability: fp32 attention has an efficient one only
 ATTENTION = {"plain O2 90": "cudnn", "causal O1 80": "flash", "masked O2 80": "efficient", "plain O0 90": "efficient"}

@@ -113,7 +113,11 @@ def _worker(kind: str) -> None:
 
     if kind == "stand-in":
         stand_in.install()
+    from worker_settings import keep_what_is_imported, spend_less
+
     torch.set_num_threads(1)
+    spend_less()
+    keep_what_is_imported()
     for line in sys.stdin:
         torch.manual_seed(0)
         torch._dynamo.reset()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from cases_sharded import CASES as OTHERS
 from cases_sharded import Tied, compiled
 from torch.distributed import checkpoint
+from worker_settings import by_rule
 
 from amp_compiler import Sharded
 from amp_compiler.parallel.checkpoints import load_checkpoint, save_checkpoint
@@ -64,14 +65,15 @@ def again(**options: Any) -> dict[str, Any]:
     checkpoint.save(first.state_dict(), checkpoint_id=folder.with_name("plain"))
     going_on = _train(first, range(3, 6))
     second, third = _step(seed=1, **options), _step(seed=2, **options)
-    load_checkpoint(second, folder)
-    resumed = _train(second, range(3, 6))
     plain: list[float] = []
-    if options.get("accumulate_steps", 1) == 1:
-        state = third.state_dict()
-        checkpoint.load(state, checkpoint_id=folder.with_name("plain"))
-        third.load_state_dict(state)
-        plain = _train(third, range(3, 6))
+    with by_rule():  # the graphs are those of the first step
+        load_checkpoint(second, folder)
+        resumed = _train(second, range(3, 6))
+        if options.get("accumulate_steps", 1) == 1:
+            state = third.state_dict()
+            checkpoint.load(state, checkpoint_id=folder.with_name("plain"))
+            third.load_state_dict(state)
+            plain = _train(third, range(3, 6))
     left = sorted(path.name for path in folder.parent.iterdir())
     return {"going_on": going_on, "resumed": resumed, "plain": plain, "left": left}
 

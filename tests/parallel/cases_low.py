@@ -14,6 +14,7 @@ from parallel_models import Broken
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from worker_settings import by_rule
 
 from amp_compiler import ArgumentError, DataParallel, ParallelError, Sharded, compile_train_step
 from amp_compiler.parallel.checkpoints import load_checkpoint, save_checkpoint
@@ -58,7 +59,8 @@ def together(make: Callable[[], nn.Module] = sequential, **options: Any) -> dict
     step, other = _compile(low, **options), _compile(wide, **{**options, "master_weights": True})
     for number in range(4):
         step(*_batch(number))
-        other(*_batch(number, torch.float32))
+        with by_rule():
+            other(*_batch(number, torch.float32))
     masters = {name.replace(MASTER, ""): value for name, value in _sums(step).items() if name.endswith(MASTER)}
     return {"sums": _sums(step), "masters": masters, "fp32": {n: v for n, v in _sums(other).items() if n in masters}}
 
@@ -73,8 +75,9 @@ def resumed() -> dict[str, Any]:
     save_checkpoint(step, Path(folder[0]) / "last")
     again = _compile(sequential().to(BF16), parallel=Sharded())
     load_checkpoint(again, Path(folder[0]) / "last")
-    for run in (step, again):
-        run(*_batch(1))
+    with by_rule():  # both have one graph, which was verified in the first step
+        for run in (step, again):
+            run(*_batch(1))
     parts = sorted({len(step.optimizer.state[p][MASTER].to_local()) for p in step.model.parameters()})
     return {"sums": _sums(step), "again": _sums(again), "rows": parts}
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
+from worker_settings import by_rule
 
 from amp_compiler import DataParallel, DynamicLossScaler, compile_train_step
 from networks import NETWORKS
@@ -77,7 +78,8 @@ def compare(made: tuple[nn.Module, Any, list[Batch]], dtype: torch.dtype, **opti
     other = compile_train_step(alone, loss_fn, torch.optim.SGD(alone.parameters(), 0.1), **kept)
     for batch in batches:
         step(*batch)
-        other(*batch)
+        with by_rule():
+            other(*batch)
     unequal = []
     for (name, parameter), twin in zip(model.named_parameters(), alone.parameters(), strict=True):
         if twin.grad is None or parameter.grad is None:

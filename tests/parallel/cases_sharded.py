@@ -12,6 +12,7 @@ import torch.distributed as dist
 from parallel_models import Broken
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from worker_settings import by_rule
 
 from amp_compiler import (
     AmpError,
@@ -157,7 +158,8 @@ def _sum_of_means(model: nn.Module, batch: Callable[[int], Batch], **options: An
     sums: dict[str, torch.Tensor] = {}
     for number in range(size):
         single = compiled(alone := copy.deepcopy(model), **{**options, "accumulate_steps": size})
-        single(*batch(number))
+        with by_rule():
+            single(*batch(number))
         for name, parameter in alone.named_parameters():
             if parameter.grad is not None:
                 mean = parameter.grad.clone().div_(dist.get_world_size())

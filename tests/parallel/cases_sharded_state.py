@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from parallel_models import Switch
 from torch import nn
+from worker_settings import by_rule
 
 from amp_compiler import Sharded, compile_train_step
 
@@ -38,7 +39,8 @@ def frozen_between_steps() -> dict[str, list[bool]]:
                 model[0].requires_grad_(number == 2)
             with torch.no_grad():
                 before = _whole(model[0].weight).clone()
-            step(*_batch())
+            with by_rule(way == "plain"):
+                step(*_batch())
             moved[way].append(not torch.equal(before, _whole(model[0].weight)))
     return moved
 
@@ -70,7 +72,8 @@ def used_later() -> dict[str, Any]:
     x, y = _batch()
     for both in (False, True, False):
         step((x, both), y)
-        other((x, both), y)
+        with by_rule():
+            other((x, both), y)
         unequal += [
             name for (name, p), twin in zip(model.named_parameters(), alone.parameters(), strict=True)
             if not torch.equal(_whole(p), twin)
@@ -89,8 +92,9 @@ def explained() -> dict[str, Any]:
             model, lambda output, target: nn.functional.cross_entropy(output, target) * 1e-6,
             torch.optim.SGD(model.parameters(), lr=0.1), dtype=torch.float16, loss_scaler=1.0, **options,
         )  # fmt: skip
-        step(*_batch())
-        found = step.explain_underflow()
+        with by_rule(way == "plain"):
+            step(*_batch())
+            found = step.explain_underflow()
         told[way] = [found.share, found.module, list(map(list, found.parameters)), found.better_scale]
     return told
 

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from worker_settings import by_rule
 
 from amp_compiler import all_finite, amp_compile, compile_train_step
 from amp_compiler.kernels.norm import total_norm
@@ -187,7 +188,8 @@ def forward(name: str, wrapper: str, **options: Any) -> dict[str, Any]:
     model = MODELS[name]()
     inputs, targets = batch(name)
     alone = amp_compile(copy.deepcopy(model), **options)
-    loss(called(alone, inputs), targets).backward()
+    with by_rule():
+        loss(called(alone, inputs), targets).backward()
     around = wrapper.startswith("around ")
     if around:
         compiled: Any = amp_compile(model, **options)
@@ -221,7 +223,9 @@ def step(name: str, wrapper: str, accumulate: int = 1, **options: Any) -> dict[s
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for number in range(accumulate):
-            mine, ours = alone(*batch(name, number)), together(*batch(name, number))
+            with by_rule():
+                mine = alone(*batch(name, number))
+            ours = together(*batch(name, number))
     found, wanted = named_gradients(wrapped), averaged(named_gradients(plain), wrapper)
     again = together(*batch(name, 7))
     return {
@@ -326,8 +330,9 @@ def tensor_parallel(name: str, **options: Any) -> dict[str, Any]:
     inputs = torch.randn(4, 6, 8) if name == "Sequence" else torch.randn(6, 8)
     own = inputs.chunk(2, 1)[dist.get_rank()] if name == "Sequence" else inputs
     alone = amp_compile(plain, **options)
-    wanted = alone(inputs)
-    wanted.square().mean().backward()
+    with by_rule():
+        wanted = alone(inputs)
+        wanted.square().mean().backward()
     wrapped = wrap(model)
     compiled = amp_compile(wrapped, **options)
     with warnings.catch_warnings(record=True) as seen:

@@ -6,17 +6,16 @@ DIAGONAL: dict[str, tuple[str, ...]] = {
     "cases_data": (
         "gradients fp16", "gradients bf16", "gradients accumulated", "gradients without a scaler",
         "gradients in small buckets", "gradients in pieces", "gradients sent in bf16", "overflow",
-        "overflow accumulated", "overflow in pieces", "flush", "used later", "used in the first micro-batch only",
+        "overflow accumulated", "overflow in pieces", "flush", "used in the first micro-batch only",
         "another width", "another level", "another black list", "another batch",
     ),
     "cases_low": ("data", "sharded", "resumed", "DDP", "refused", "disagreement"),
     "cases_calibrate": ("together", "failing"),
-    "cases_networks": ("shared_weights fp16", "checkpointed fp16", "curves bf16"),
+    "cases_networks": ("checkpointed fp16", "curves bf16"),
     "cases_checkpoint": ("tied bf16", "profiled", "overflow accumulated", "broken", "again"),
     "cases_sharded_state": ("frozen", "written", "used later", "explained"),
     "cases_wrapped": (
         "step Sequential DDP bfloat16", "forward class around FSDP2 float16", "forward class FSDP2 auto",
-        "forward class FSDP2 with a policy bfloat16", "overflow FSDP2", "shards", "tensor class bfloat16",
-        "tensor Sequence float16",
+        "forward class FSDP2 with a policy bfloat16", "overflow FSDP2", "shards", "tensor Sequence float16",
     ),
 }  # fmt: skip

@@ -2,7 +2,8 @@
 
 A module of cases has ``CASES``, name -> function without arguments; what a function returns must be JSON. Tests ask
 ``results(module, world, names)`` for the answers of all ranks. The test processes share one run per list of cases, and
-the lists of ``diagonal.py`` are one run together.
+the lists of ``diagonal.py`` are one run together. There the ranks compile the same graphs, so only the first one
+verifies them deep; in other runs all do.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def results(module: str, world: int, names: Sequence[str]) -> dict[str, list[Any
     with (root / f"{found.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not found.exists():
-            found.write_text(json.dumps(_run(world, cases)))
+            found.write_text(json.dumps(_run(world, cases, deep=1 if asked is DIAGONAL else world)))
     answers: dict[str, list[Any]] = json.loads(found.read_text())
     return {name: answers[f"{module}:{name}"] for name in names}
 
@@ -58,13 +59,14 @@ def value(answers: dict[str, list[Any]], name: str) -> list[Any]:
     return [answer["value"] for answer in answers[name]]
 
 
-def _run(world: int, names: Sequence[str]) -> dict[str, list[Any]]:
+def _run(world: int, names: Sequence[str], deep: int) -> dict[str, list[Any]]:
+    """``deep``: how many of the ranks run with ``AMP_VERIFY=deep``."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world),
-            str(HERE / "harness.py"), folder, *names,
+            str(HERE / "harness.py"), folder, str(deep), *names,
         ]  # fmt: skip
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "AMP_VERIFY": "deep"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         files = [Path(folder) / f"{rank}.jsonl" for rank in range(world)]
         with (Path(folder) / "said").open("w+") as said:
             torchrun = subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT)
@@ -91,21 +93,27 @@ def _until_done(torchrun: subprocess.Popen[bytes], files: Sequence[Path]) -> str
             return f"answered nothing for {PATIENCE} s and was ended"
 
 
-def _worker(folder: str, names: Sequence[str]) -> None:
+def _worker(folder: str, deep: int, names: Sequence[str]) -> None:
     import torch
     import torch.distributed as dist
 
     sys.path.insert(0, str(HERE))
     sys.path.insert(0, str(HERE.parent))
+    from worker_settings import keep_what_is_imported, spend_less
+
     torch.set_num_threads(1)
+    spend_less()
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
+    os.environ["AMP_VERIFY"] = "deep" if dist.get_rank() < deep else ""
+    cases = {module: importlib.import_module(module).CASES for module in {name.partition(":")[0] for name in names}}
+    keep_what_is_imported()
     with (Path(folder) / f"{dist.get_rank()}.jsonl").open("w") as out:
         for name in names:
             torch.manual_seed(0)
             torch._dynamo.reset()
             try:
                 module, _, case = name.partition(":")
-                answer: dict[str, Any] = {"value": importlib.import_module(module).CASES[case]()}
+                answer: dict[str, Any] = {"value": cases[module][case]()}
             except Exception:
                 answer = {"error": traceback.format_exc()}
             out.write(json.dumps([name, answer]) + "\n")
@@ -114,4 +122,4 @@ def _worker(folder: str, names: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    _worker(sys.argv[1], sys.argv[2:])
+    _worker(sys.argv[1], int(sys.argv[2]), sys.argv[3:])

@@ -37,6 +37,12 @@ def test_gradients_are_the_mean_of_single_processes(answers: dict[str, list[Any]
     assert found[0]["sum"] == found[1]["sum"]  # the parameters are the same after the update
 
 
+def check_used(found: list[Any]) -> None:
+    for rank in found:
+        assert rank["unequal"] == []
+        assert rank["graphs"] >= 2  # it stays one graph per step
+
+
 def test_low_reduction_is_close_to_the_wide_one(answers: dict[str, list[Any]]) -> None:
     found = value(answers, "gradients sent in bf16")
     assert all(rank["close"] and rank["unequal"] for rank in found)
@@ -64,11 +70,13 @@ def test_flush_reduces(answers: dict[str, list[Any]]) -> None:
     assert [rank["unequal"] for rank in value(answers, "flush")] == [[], []]
 
 
-@pytest.mark.parametrize("case", ["used later", "used in the first micro-batch only"])
-def test_a_parameter_that_some_steps_use_is_averaged_there(answers: dict[str, list[Any]], case: str) -> None:
-    for rank in value(answers, case):
-        assert rank["unequal"] == []
-        assert rank["graphs"] >= 2  # it stays one graph per step
+def test_a_parameter_that_some_micro_batches_use_is_averaged_there(answers: dict[str, list[Any]]) -> None:
+    check_used(value(answers, "used in the first micro-batch only"))
+
+
+@pytest.mark.distributed
+def test_a_parameter_that_later_steps_use_is_averaged_there() -> None:
+    check_used(value(results("cases_data", 2, ("used later",)), "used later"))
 
 
 @pytest.mark.parametrize(
