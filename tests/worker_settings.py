@@ -26,6 +26,6 @@ def keep_what_is_imported() -> None:
 @contextlib.contextmanager
 def by_rule(also: bool = True) -> Iterator[None]:
     """Inside, graphs are verified by rule and not deep, unless ``also`` is False. For a model in a single process
-    beside the one that a case is about, and where bits or waits are compared: other tests verify such graphs deep."""
+    beside the one that a case is about, or for graphs that were verified before: bits are compared there."""
     with mock.patch.dict(os.environ, {"AMP_VERIFY": ""} if also else {}):
         yield
