@@ -110,3 +110,9 @@ def recorded() -> dict[str, dict[str, str]]:
     """Compute capability, as a text -> call -> kernel."""
     found: dict[str, dict[str, str]] = json.loads(RECORD.read_text())["chosen"]
     return found
+
+
+def recorded_release() -> str:
+    """The release of torch that was asked, such as "2.13"."""
+    version: str = json.loads(RECORD.read_text())["torch"]
+    return version.rpartition(".")[0]

@@ -217,16 +217,13 @@ def attention(kind: str, level: str, capability: int) -> dict[str, Any]:
     return {"kernels": sorted(n for n in names if "attention" in n), **graph_facts(step.joint_graphs)}
 
 
-def which_attention() -> dict[str, dict[str, str]]:
-    """Which kernel torch takes for each call of ``attention_calls``, on each GPU; none of them runs."""
+def which_attention(capability: int) -> dict[str, dict[str, str]]:
+    """Which kernel torch takes for each call of ``attention_calls``, on a GPU; none of them runs."""
     if REAL:
         major, minor = torch.cuda.get_device_capability()
         return {f"{major}{minor}": {str(call): chosen(call) for call in CALLS}}
-    found = {}
-    for capability in CAPABILITIES:
-        with stand_in.capability(capability):
-            found[str(capability)] = {str(call): chosen(call) for call in CALLS}
-    return found
+    with stand_in.capability(capability):
+        return {str(capability): {str(call): chosen(call) for call in CALLS}}
 
 
 def layer(rows: int) -> dict[str, Any]:
@@ -263,5 +260,5 @@ CASES: dict[str, Callable[[], Any]] = {
        for a in ("O1", "O2", "O3", "auto", "torch", "O0") for c in CAPABILITIES},
     "layer of 16 rows": functools.partial(layer, 16), "layer of 65536 rows": functools.partial(layer, 65536),
     "gradients": gradients, "skip": skip, "data parallel": data_parallel, "benchmark": benchmark,
-    "which attention": which_attention,
+    **{f"which attention {c}": functools.partial(which_attention, c) for c in CAPABILITIES},
 }  # fmt: skip

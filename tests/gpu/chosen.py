@@ -20,7 +20,8 @@ CHOSEN = {
     "cases_device": (
         *(f"parity {name}" for name in PARITY), "scaler fp16", *(f"product {s} fp16" for s in SHAPES),
         *(f"convert {name}" for name in CONVERTED), *(f"attention {name}" for name in ATTENTION),
-        "gradients", "skip", "data parallel", "which attention", "layer of 16 rows", "layer of 65536 rows",
+        "gradients", "skip", "data parallel", "which attention 80", "which attention 90", "layer of 16 rows",
+        "layer of 65536 rows",
     ),
     "cases_inductor": INDUCTOR,
 }  # fmt: skip

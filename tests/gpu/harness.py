@@ -2,7 +2,8 @@
 
 A module of cases has ``CASES``, name -> function without arguments; what a function returns must be JSON. Tests ask
 ``answer(module, name)``. Starting such a process takes longer than most cases: those of ``chosen.py`` are one run for
-all test processes, and each test process has one more for all others that it asks for, one case after another.
+all test processes, and each test process has one more for all others that it asks for, one case after another. Cases
+for another GPU than an H100 have processes of their own where torch remembers which GPU it has asked about.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import hashlib
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -51,22 +53,33 @@ def _chosen(real: bool) -> dict[str, Any]:
     with (root / f"{found.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not found.exists():
-            process = _process(real)
-            found.write_text(json.dumps({case: _one(process, case) for case in cases}))
-            _end(process)
+            processes: dict[str, subprocess.Popen[str]] = {}
+            found.write_text(json.dumps({case: _one(_process_for(case, real, processes), case) for case in cases}))
+            for process in processes.values():
+                _end(process)
     answers: dict[str, Any] = json.loads(found.read_text())
     return answers
 
 
-_ASKED: list[subprocess.Popen[str]] = []
+_ASKED: dict[str, subprocess.Popen[str]] = {}
 
 
 def _ask(real: bool, case: str) -> Any:
     """The answer of one case, by the process that this test process keeps for it."""
-    if not _ASKED or _ASKED[0].poll() is not None:
-        _ASKED[:] = [_process(real)]
-        atexit.register(_end, _ASKED[0])
-    return _one(_ASKED[0], case)
+    return _one(_process_for(case, real, _ASKED), case)
+
+
+def _process_for(case: str, real: bool, processes: dict[str, subprocess.Popen[str]]) -> subprocess.Popen[str]:
+    """The process for a case; a new one is added to ``processes``."""
+    import torch
+
+    # A CUDA build of torch 2.15 chooses its attention by the GPU that it saw first. Names of those cases end with it.
+    number = re.search(r"attention.* (\d+)$", case)
+    gpu = number[1] if number and torch.version.cuda else ""
+    if gpu not in processes or processes[gpu].poll() is not None:
+        processes[gpu] = _process(real)
+        atexit.register(_end, processes[gpu])
+    return processes[gpu]
 
 
 def _process(real: bool) -> subprocess.Popen[str]:
