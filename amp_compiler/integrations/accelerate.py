@@ -112,7 +112,7 @@ def prepare(
                 replaced += _lower(_own(given), {"level": level, "dtype": low, **options})
         armed = arm(accelerator, low, loss_scaler, master_weights)
         for _, now in replaced if optimizer is not None else ():
-            tell_of_low_parameters(now.module, armed.amp_updates.weights.method)
+            tell_of_low_parameters(now.module, armed.amp_updates.weights.method, low)
         result = accelerator.prepare(*objects, device_placement=device_placement)
     except BaseException:
         for before, now in replaced:

@@ -26,7 +26,7 @@ from ..training.penalty import told_of_double_backward
 from ..training.scaler_base import LossScaler
 from ..training.update import gradients
 from .lightning_loop import HeldSchedulers, Metrics, live_optimizers, unwrapped
-from .lightning_steps import ModuleSteps
+from .lightning_steps import ModuleSteps, follow_marks
 from .scaled_updates import ScaledUpdates
 
 _BACKWARD = "self.manual_backward(loss) of the LightningModule, or fabric.backward(loss) of Fabric,"
@@ -46,8 +46,9 @@ class AmpPrecision(_plugin_class()):  # type: ignore[misc]
     """Mixed precision by ``amp_compile`` for Lightning: ``Trainer(plugins=AmpPrecision(level="O2"))``, or ``Fabric``.
 
     ``training_step``, ``validation_step``, ``test_step`` and ``predict_step`` are compiled as a whole, and in Fabric
-    ``forward`` too. ``self.log`` and the other methods of Lightning are called outside of the graphs. The module itself
-    is as it was after every step; with Fabric, after ``teardown()``.
+    ``forward`` and the methods that ``mark_forward_method`` marks, too. ``self.log`` and the other methods of Lightning
+    are called outside of the graphs. The module itself is as it was after every step; with Fabric, after
+    ``teardown()``.
 
     In fp16 the loss is scaled. Gradients are unscaled before ``on_before_optimizer_step`` and before they are clipped,
     also those of fused optimizers. A step with non-finite gradients is skipped, and schedulers with the interval
@@ -161,7 +162,8 @@ class AmpPrecision(_plugin_class()):  # type: ignore[misc]
 
         Args:
             step: ``"training_step"``, ``"validation_step"``, ``"test_step"``, ``"predict_step"`` or, with Fabric,
-                ``"forward"``. By default the first of these that was captured.
+                ``"forward"`` or a marked method; all names are those of ``compiled``. By default the first of these
+                that was captured.
         """
         compiled = self.compiled
         if not compiled:
@@ -198,14 +200,21 @@ class AmpPrecision(_plugin_class()):  # type: ignore[misc]
                     for optimizer in live_optimizers(module):  # their state may be loaded before the first step
                         self._updates.weights.attach(optimizer)
                 if module.training:
-                    tell_of_low_parameters(module, self._updates.weights.method)
+                    tell_of_low_parameters(module, self._updates.weights.method, self._low)
             steps.install()
+            follow_marks()
         return module
+
+    def compile_marked(self, module: nn.Module, name: str) -> None:
+        """Compile a method of a module of Fabric that was marked by ``mark_forward_method``."""
+        for steps in self._modules:
+            if steps.module is module:
+                steps.mark(name)
 
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
         """Check what is going to be trained."""
         if optimizers:
-            tell_of_low_parameters(model, self._updates.weights.method)
+            tell_of_low_parameters(model, self._updates.weights.method, self._low)
         for optimizer in optimizers:
             self._updates.weights.attach(optimizer)
         for optimizer in optimizers if self.scaler is not None else ():

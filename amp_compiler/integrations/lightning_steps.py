@@ -60,6 +60,7 @@ class ModuleSteps:
         self._outside: dict[int, tuple[Any, dict[str, Callable[..., Any]]]] = {}
         self._metrics: list[nn.Module] = []
         self._installed: list[InPlaceMethod] = []
+        self._marked: list[str] = []  # by Fabric's mark_forward_method
 
     def begin(self) -> None:
         """Look at the module, which may have changed since the last run."""
@@ -106,12 +107,21 @@ class ModuleSteps:
     def install(self) -> None:
         """Replace the forward and the steps of the module until ``remove``."""
         self.remove()
-        for name in ("forward", *(STEPS if self._is_lightnings else ())):
-            if isinstance(other := self.module.__dict__.get(name), InPlaceMethod):
-                other.remove()  # of another plugin, which the module was given to before
-            method = InPlaceMethod(self.module, name, self._in_place(name, _own_method(self.module, name)))
-            method.install()
-            self._installed.append(method)
+        for name in ("forward", *(STEPS if self._is_lightnings else ()), *self._marked):
+            self._install(name)
+
+    def mark(self, name: str) -> None:
+        """Replace one more method of the module, too."""
+        if not any(method.name == name for method in self._installed):
+            self._marked.append(name)
+            self._install(name)
+
+    def _install(self, name: str) -> None:
+        if isinstance(other := self.module.__dict__.get(name), InPlaceMethod):
+            other.remove()  # of another plugin, which the module was given to before
+        method = InPlaceMethod(self.module, name, self._in_place(name, _own_method(self.module, name)))
+        method.install()
+        self._installed.append(method)
 
     def remove(self) -> None:
         """Put back what ``install`` has replaced."""
@@ -194,6 +204,27 @@ class ModuleSteps:
             return step(closure=functools.partial(self.compiled["closure"], closure), **kwargs)
 
         return run
+
+
+def follow_marks() -> None:
+    """Have Fabric tell the plugin which methods are marked as forward methods: it tells nobody (Lightning 2.6).
+
+    Its class of wrapped modules is changed once per process, and does nothing else for other plugins.
+    """
+    for package in ("lightning.fabric", "lightning_fabric"):
+        wrapper = getattr(sys.modules.get(f"{package}.wrappers"), "_FabricModule", None)
+        mark = getattr(wrapper, "mark_forward_method", None)
+        if mark is None or hasattr(mark, "__wrapped__"):
+            continue
+
+        @functools.wraps(mark)
+        def mark_forward_method(self: Any, method: Any, *, _mark: Callable[..., None] = mark) -> None:
+            _mark(self, method)
+            tell = getattr(self._strategy.precision, "compile_marked", None)
+            if tell is not None:
+                tell(self._original_module, method if isinstance(method, str) else method.__name__)
+
+        wrapper.mark_forward_method = mark_forward_method
 
 
 def _call(self: nn.Module, closure: Callable[[], Any]) -> Any:

@@ -216,5 +216,5 @@ class _LowerModel(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         logged = [entry["skipped_steps"] for entry in state.log_history if "skipped_steps" in entry]
         self._trainer.accelerator.amp_updates.skipped = logged[-1] if logged else 0  # those of a run that is resumed
-        tell_of_low_parameters(self._trainer.model, self._trainer._amp_master_weights)
+        tell_of_low_parameters(self._trainer.model, self._trainer._amp_master_weights, self._trainer._amp_low)
         self._trainer._amp_lower()

@@ -85,18 +85,26 @@ def check_method_of_parts(master_weights: bool | str) -> None:
         )
 
 
-def tell_of_low_parameters(model: nn.Module, method: bool | str) -> None:
-    """Tell how parameters that are stored in low precision are updated; warn if small updates are lost."""
+def tell_of_low_parameters(model: nn.Module, method: bool | str, dtype: torch.dtype | None) -> None:
+    """Tell how parameters that are stored in low precision are updated; warn if small updates are lost. ``dtype``: the
+    low-precision dtype that the user asked for, if any."""
     low = trained_low_dtype(model)
     if low is None:
         return
+    other = ""
+    if dtype is not None and dtype is not low:
+        to = "half" if dtype is torch.float16 else "bfloat16"
+        other = (
+            f" What is computed from them stays {dtype_name(low)}: for {dtype_name(dtype)}, convert the model first, "
+            f"by model.float() or model.{to}()."
+        )
     if method is not False:
-        tell(f"parameters are {dtype_name(low)}: {_TOLD[method]} (master_weights={method!r})")
+        tell(f"parameters are {dtype_name(low)}: {_TOLD[method]} (master_weights={method!r}).{other}")
         return
     warnings.warn(
         f"The model's parameters are {dtype_name(low)}: with master_weights=False, small updates are lost to rounding "
         'and gradients are rounded too. Leave master_weights=True, or use "stochastic" or "kahan", which need less '
-        "memory.",
+        f"memory.{other}",
         AmpWarning,
         stacklevel=users_frame(),
     )

@@ -115,7 +115,7 @@ def compile_train_step(
     options = Options(chosen, backend, chosen.autocast_device is None, disable_passes=asked.disable_passes,
                       device=asked.device)  # fmt: skip
     scaler = None if "scale_loss" in asked.disable_passes else make_scaler(loss_scaler)
-    tell_of_low_parameters(model, master_weights)
+    tell_of_low_parameters(model, master_weights, chosen.dtype if chosen.rewrites else None)
     engine = make_engine(parallel, model, asked.disable_passes)
     if engine.part is not None and trained_low_dtype(model) is not None:
         check_method_of_parts(master_weights)

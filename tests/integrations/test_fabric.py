@@ -37,6 +37,9 @@ class Net(nn.Module):
     def twice(self, x: Tensor) -> Tensor:
         return self(x) * 2
 
+    def energy(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu()).square().mean()
+
 
 def test_steps_equal_our_own_loop_bit_for_bit() -> None:
     batches, losses = [(x, torch.tensor([0, 1, 1])) for x in inputs(12)], []
@@ -111,6 +114,41 @@ def test_a_step_that_is_marked_as_a_forward_method(by_name: bool) -> None:
     assert type(copied.training_step) is types.MethodType
     with pytest.raises(AttributeError, match="'trainingstep' as a forward method"):
         model.mark_forward_method("trainingstep")
+
+
+@pytest.mark.parametrize("strategy", ["auto", pytest.param("ddp", marks=pytest.mark.trainers)])
+def test_any_method_that_is_marked_as_a_forward_method(strategy: str) -> None:
+    """It is compiled, also where Fabric sends it through the forward of a wrapper."""
+    precision, x = AmpPrecision(dtype="float16"), inputs(1)[0]
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy, plugins=precision)
+    fabric.launch()
+    given = Net()
+    before, own, wide = dict(given.__dict__), given.energy, given.energy(x)
+    model, optimizer = fabric.setup(given, torch.optim.SGD(given.parameters(), 0.1))
+    for _ in range(2):
+        model.mark_forward_method("energy")
+    low = model.energy(x)
+    assert torch.equal(low, amp_compile(own, dtype="float16")(x))
+    assert not torch.equal(low, wide)
+    fabric.backward(low)
+    optimizer.step()
+    assert all(p.grad is not None for p in given.parameters())
+    assert list(precision.compiled) == ["energy"]
+    assert precision.report().by_precision["float16"] == precision.report("energy").by_precision["float16"] > 0
+    assert torch.equal(copy.deepcopy(given).energy(x), Net.energy(given, x))
+    precision.teardown()
+    assert given.__dict__ == before
+    if strategy == "ddp":
+        torch.distributed.destroy_process_group()
+
+
+def test_marking_with_another_plugin_is_left_alone() -> None:
+    AmpPrecision().convert_module(other := Net())
+    assert other.__dict__.get("forward") is not None
+    model, x = Fabric(accelerator="cpu", devices=1).setup(net := Net()), inputs(1)[0]
+    model.mark_forward_method("energy")
+    assert torch.equal(model.energy(x), Net().energy(x))
+    assert "energy" not in net.__dict__
 
 
 def test_two_optimizers_share_a_scale_that_falls() -> None:

@@ -367,6 +367,12 @@ def test_what_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
             assert f"(master_weights={method!r})" in told
         make(model(F16, wide=True))
         assert capsys.readouterr().err == ""
+        step = make(model(BF16), dtype=F16)
+        told = capsys.readouterr().err
+        assert "stays bfloat16: for float16, convert the model first, by model.float() or model.half()" in told
+        train(step, range(1))
+        assert "float16" not in step.report().by_precision
+        assert step.report().by_precision["bfloat16"] > 0
     with pytest.warns(AmpWarning, match='float16: with master_weights=False, small updates are lost.*"stochastic"'):
         make(model(F16), master_weights=False)
     for wrong in ("Kahan", 1, None, "true"):
