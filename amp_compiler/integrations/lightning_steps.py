@@ -212,7 +212,7 @@ def follow_marks() -> None:
     Its class of wrapped modules is changed once per process, and does nothing else for other plugins.
     """
     for package in ("lightning.fabric", "lightning_fabric"):
-        wrapper = getattr(sys.modules.get(f"{package}.wrappers"), "_FabricModule", None)
+        wrapper: Any = getattr(sys.modules.get(f"{package}.wrappers"), "_FabricModule", None)
         mark = getattr(wrapper, "mark_forward_method", None)
         if mark is None or hasattr(mark, "__wrapped__"):
             continue
