@@ -18,8 +18,8 @@ cancellation, weights that nearly cancel. A policy is good if the output's relat
   stores all weights in fp16, so that keeping a node in fp32 does not save it from the rounding of its weights.
 
 With `--gradients`, the faults are gradients of 1e-9 and the criterion is the error of the weights' gradients, at
-most 0.1. The peer has no such thing. `weights` is left out there: beside `gradients` it takes 26 evaluations and one op
-more in fp32, the `tanh` in front of its product, where two gradients of 11.5 nearly cancel. No range shows that.
+most 0.1. The peer has no such thing. `weights` is left out there: it needs one op more
+in fp32 then, the `tanh` in front of its product, whose gradient is a sum that cancels (`tests/planted.py`).
 
 Every evaluation is counted, also those of the fp32 model and of the last check.
 """
