@@ -99,12 +99,14 @@ def _worker(folder: str, deep: int, names: Sequence[str]) -> None:
 
     sys.path.insert(0, str(HERE))
     sys.path.insert(0, str(HERE.parent))
-    from worker_settings import keep_what_is_imported, spend_less
+    from worker_settings import SAVE_TIME, keep_what_is_imported, spend_less
 
     torch.set_num_threads(1)
     spend_less()
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
     os.environ["AMP_VERIFY"] = "deep" if dist.get_rank() < deep else ""
+    if deep < dist.get_world_size():
+        os.environ[SAVE_TIME] = "1"
     cases = {module: importlib.import_module(module).CASES for module in {name.partition(":")[0] for name in names}}
     keep_what_is_imported()
     with (Path(folder) / f"{dist.get_rank()}.jsonl").open("w") as out:
