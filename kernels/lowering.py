@@ -23,11 +23,13 @@ LOW = wide.LOW
 class Lowering:
     """One kernel. ``op``: the ATen op that it replaces. ``kernel``: our op; the same as ``op`` if that is one of ours
     already, which reports then show. ``why(values)``: why it replaces the op for these (fake) operands, as shown in
-    reports; empty if it should not."""
+    reports; empty if it should not. ``saved``: numbers of the results that only a backward reads; where nothing reads
+    them, the kernel is called with ``keeps=False`` and leaves them empty."""
 
     op: OpOverload
     kernel: OpOverload
     why: Callable[[Sequence[Tensor]], str]
+    saved: tuple[int, ...] = ()
 
 
 def computed_in_fp32(values: Sequence[Tensor]) -> str:
@@ -42,7 +44,8 @@ def computed_in_fp32(values: Sequence[Tensor]) -> str:
 #: every kernel that replaces an op
 ALL = (
     *(Lowering(op, kernel, computed_in_fp32) for op, kernel in wide.FORMS.items()),
-    *(Lowering(op, op, computed_in_fp32) for op in lstm.LAYERS),
+    Lowering(lstm.FORWARD, lstm.FORWARD, computed_in_fp32, lstm.SAVED),
+    Lowering(lstm.BACKWARD, lstm.BACKWARD, computed_in_fp32),
 )
 BY_OP = {lowering.op: lowering for lowering in ALL}
 #: name of a kernel -> name of the op that it replaces, as the profiler knows them

@@ -1,11 +1,11 @@
 """``amp::lstm_layer``: one layer of an LSTM over a whole sequence, in one direction, and ``amp::lstm_layer_backward``.
 
-    lstm_layer(Tensor x, Tensor h, Tensor c, Tensor w_ih, Tensor w_hh, Tensor? b_ih, Tensor? b_hh, bool reverse)
-        -> (Tensor out, Tensor h_n, Tensor c_n, Tensor gates, Tensor cells)
+    lstm_layer(Tensor x, Tensor h, Tensor c, Tensor w_ih, Tensor w_hh, Tensor? b_ih, Tensor? b_hh, bool reverse,
+               bool keeps=True) -> (Tensor out, Tensor h_n, Tensor c_n, Tensor gates, Tensor cells)
 
 ``x`` is [length, batch, inputs], ``h`` and ``c`` are [batch, hidden], the weights as in ``nn.LSTM`` (gates in the order
 input, forget, cell, output). All have one dtype: fp32, fp16 or bf16. ``gates`` (after their activation) and ``cells``
-are what the backward needs.
+are what the backward needs; without ``keeps`` they are empty.
 
 In low precision, every product has low operands and fp32 sums, as in cuDNN: the state that is passed to the next step
 is rounded, the cell stays in fp32 from the first step to the last, and everything in between is fp32.
@@ -33,8 +33,8 @@ LOW = (torch.float16, torch.bfloat16)
 
 _LIBRARY = torch.library.Library("amp", "FRAGMENT")
 _LIBRARY.define(
-    "lstm_layer(Tensor x, Tensor h, Tensor c, Tensor w_ih, Tensor w_hh, Tensor? b_ih, Tensor? b_hh, bool reverse)"
-    " -> (Tensor out, Tensor h_n, Tensor c_n, Tensor gates, Tensor cells)"
+    "lstm_layer(Tensor x, Tensor h, Tensor c, Tensor w_ih, Tensor w_hh, Tensor? b_ih, Tensor? b_hh, bool reverse,"
+    " bool keeps=True) -> (Tensor out, Tensor h_n, Tensor c_n, Tensor gates, Tensor cells)"
 )
 _LIBRARY.define(
     "lstm_layer_backward(Tensor? grad_out, Tensor? grad_h, Tensor? grad_c, Tensor x, Tensor h, Tensor c, Tensor w_ih,"
@@ -70,8 +70,13 @@ def _order(length: int, reverse: bool) -> Sequence[int]:
 
 
 def _forward(
-    x: Tensor, h: Tensor, c: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None, reverse: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, h: Tensor, c: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None,
+    reverse: bool, keeps: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    if registry.loaded():
+        return torch.ops.amp_cpu.lstm_forward(  # type: ignore[no-any-return]
+            x, h, c, w_ih, w_hh, b_ih, b_hh, reverse, keeps
+        )
     length, batch, _ = x.shape
     hidden = w_hh.shape[1]
     low = x.dtype if x.dtype in LOW else None
@@ -81,16 +86,10 @@ def _forward(
             gates.add_(bias.float())
     gates = gates.view(length, batch, 4 * hidden)
     out, cells = x.new_empty(length, batch, hidden), gates.new_empty(length, batch, hidden)
-    steps = _steps_in_cpp if registry.loaded() else _steps
-    steps(gates, h.float().contiguous(), c.float().contiguous(), w_hh.float(), out, cells, reverse)
+    _steps(gates, h.float().contiguous(), c.float().contiguous(), w_hh.float(), out, cells, reverse)
     last = 0 if reverse else -1
-    return out, out[last].clone(), cells[last].to(x.dtype, copy=True), gates.to(x.dtype), cells
-
-
-def _steps_in_cpp(
-    gates: Tensor, h: Tensor, c: Tensor, w_hh: Tensor, out: Tensor, cells: Tensor, reverse: bool
-) -> None:
-    torch.ops.amp_cpu.lstm_forward(gates, h, c, w_hh.t().contiguous(), out, cells, reverse)
+    kept = (gates.to(x.dtype), cells) if keeps else (x.new_empty(0), cells.new_empty(0))
+    return out, out[last].clone(), cells[last].to(x.dtype, copy=True), *kept
 
 
 def _steps(
@@ -138,7 +137,7 @@ def _backward(
     )
     sums = x.new_empty(length, batch, 4 * hidden)
     steps = _steps_back_in_cpp if registry.loaded() else _steps_back
-    steps(grad_out, state, cell, gates, cells, c.float(), w_hh.float(), sums, reverse)
+    steps(grad_out, state, cell, gates, cells, c.float(), w_hh, sums, reverse)
     flat = sums.view(length * batch, 4 * hidden)
     turned = flat.t()
     return (
@@ -156,9 +155,7 @@ def _steps_back_in_cpp(
     sums: Tensor, reverse: bool,
 ) -> None:  # fmt: skip
     given = None if grad_out is None else grad_out.contiguous()
-    torch.ops.amp_cpu.lstm_backward(
-        given, state, cell, gates, cells, c.contiguous(), w_hh.contiguous(), sums, reverse
-    )
+    torch.ops.amp_cpu.lstm_backward(given, state, cell, gates, cells, c.contiguous(), w_hh, sums, reverse)
 
 
 def _steps_back(
@@ -168,6 +165,7 @@ def _steps_back(
     """Run all steps backward and write ``sums``, the gradients of the gates before their activation. ``state`` and
     ``cell`` hold gradients of the last step's values, and afterwards those of the first."""
     length, batch, hidden = cells.shape
+    right = right.float()
     i, f, g, o = gates.float().split(hidden, -1)
     squashed = torch.tanh(cells)
     # the derivatives of the activations, by which the gates' gradients are multiplied, for all steps at once
@@ -196,13 +194,15 @@ def _steps_back(
 
 
 def _fake(
-    x: Tensor, h: Tensor, c: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None, reverse: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, h: Tensor, c: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None,
+    reverse: bool, keeps: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     length, batch, _ = x.shape
     hidden = w_hh.shape[1]
     return (
         x.new_empty(length, batch, hidden), x.new_empty(batch, hidden), x.new_empty(batch, hidden),
-        x.new_empty(length, batch, 4 * hidden), x.new_empty(length, batch, hidden, dtype=torch.float32),
+        x.new_empty(length, batch, 4 * hidden) if keeps else x.new_empty(0),
+        x.new_empty((length, batch, hidden) if keeps else (0,), dtype=torch.float32),
     )  # fmt: skip
 
 
@@ -220,9 +220,9 @@ class _LstmLayer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        x, h, c, w_ih, w_hh, b_ih, b_hh, reverse = args
+        x, h, c, w_ih, w_hh, b_ih, b_hh, reverse = args[:8]
         with below_autograd():
-            results = torch.ops.amp.lstm_layer.default(*args)
+            results = torch.ops.amp.lstm_layer.default(*args[:8])  # kept, whatever the caller said
         out, _, _, gates, cells = results
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, h, c, w_ih, w_hh, out, gates, cells)
@@ -240,7 +240,8 @@ class _LstmLayer(torch.autograd.Function):
         )
         bias = found[5]
         grads = (*found[:5], *(bias if there else None for there in ctx.biases))
-        return *(grad if wanted else None for grad, wanted in zip(grads, wants, strict=False)), None
+        gave = (grad if wanted else None for grad, wanted in zip(grads, wants, strict=False))
+        return *gave, *(None,) * (len(wants) - len(grads))
 
 
 def _autograd(*args: Any) -> tuple[Tensor, ...]:
@@ -251,8 +252,9 @@ def _autograd(*args: Any) -> tuple[Tensor, ...]:
         return torch.ops.amp.lstm_layer.default(*args)  # type: ignore[no-any-return]
 
 
-#: the ops
-LAYERS = (torch.ops.amp.lstm_layer.default, torch.ops.amp.lstm_layer_backward.default)
+FORWARD, BACKWARD = torch.ops.amp.lstm_layer.default, torch.ops.amp.lstm_layer_backward.default
+#: the results that only a backward reads
+SAVED = (3, 4)
 
 _LIBRARY.impl("lstm_layer", _forward, "CPU")
 _LIBRARY.impl("lstm_layer", _autograd, "Autograd")

@@ -2,8 +2,8 @@
 
 Each has the arguments and results of the ATen op that it is named after. Low operands are widened, the fp32 kernel
 runs, and each result is rounded once to the dtype that the native op would return. See ``cpu.py`` for when that is
-faster. They are written in C++ (``cpp/wide.h``; convolutions with kernels of one pixel as products:
-``cpp/pointwise.h``; attention, some heads at a time: ``cpp/attention.h``) and, for where that is not built, in Python.
+faster. They are written in C++ (``cpp/wide.h``; convolutions as products: ``cpp/convolution.h``; attention:
+``cpp/attention.h``) and, for where that is not built, in Python.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 ``convolution(x: bf16, w: bf16)``  →  ``amp::wide_convolution(x, w)`` on a CPU without low-precision units, in fp32
 between two roundings; likewise its backward, attention with its backward, and ``baddbmm``. An LSTM layer, which was
-captured as one of our kernels already, only gets its reason.
+captured as one of our kernels already, only gets its reason, and ``keeps=False`` where nothing reads what a backward
+needs.
 
 The kernels have the same arguments and results; see ``kernels/wide.py`` for what they compute and ``kernels/cpu.py``
 for when they are used. Off with ``Policy.torch``, whose results are bit-identical to autocast's.
@@ -12,12 +13,12 @@ Requires: folded. Ensures: folded, lowered. A second run changes nothing.
 
 from __future__ import annotations
 
-from torch import fx
+from torch import Tensor, fx
 
 from amp_compiler import ir
 from amp_compiler.rewrite.base import Context, Dialect, Pass
 from amp_compiler.rewrite.facts import FOLDED, LOWERED
-from amp_compiler.rewrite.facts.functional import wanted_kernel
+from amp_compiler.rewrite.facts.functional import unread_results, wanted_kernel
 
 
 def run(gm: fx.GraphModule, ctx: Context) -> bool:
@@ -30,9 +31,18 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
             node.meta[ir.KERNEL] = why
         if kernel is not node.target:
             node.target, modified = kernel, True
+        if unread := unread_results(node):
+            node.kwargs = {**node.kwargs, "keeps": False}
+            results = node.meta["val"]
+            node.meta["val"] = tuple(_emptied(v) if i in unread else v for i, v in enumerate(results))
+            modified = True
     if modified:
         gm.recompile()
     return modified
+
+
+def _emptied(value: Tensor) -> Tensor:
+    return value.new_empty(0)
 
 
 PASS = Pass("lower_kernels", Dialect.FUNCTIONAL, requires=(FOLDED,), ensures=(FOLDED, LOWERED), run=run)

@@ -1,6 +1,6 @@
-// Attention of low-precision heads in fp32, one rounding per result: see ../wide.py. Some heads at a time are widened into
-// memory that stays in the cache, and torch's own fp32 kernel runs on them; nothing is widened as a whole. For a few rows
-// of queries, as in decoding, keys and values are read once, widened in registers, and no copy of them is written.
+// Attention of low-precision heads in fp32, one rounding per result: see ../wide.py. A head's keys and values are widened as they
+// are packed for the products, and some rows of queries at a time are taken through all of them. For a few rows of queries, as
+// in decoding, keys and values are read once, widened in registers, and no copy of them is written.
 #pragma once
 
 #include "cast_matmul.h"
@@ -28,74 +28,6 @@ struct Attention {
         width(q.size(3)) {}
 };
 
-// Some heads of keys in some batches.
-struct Part {
-  int64_t batch, batches, head, heads;
-};
-
-constexpr int64_t HEADS_HELD = int64_t(1) << 17;  // fp32 values of heads that are widened at a time, and results: half an L2
-
-// Calls f for every part, in parallel. `values`: how many fp32 values one head of keys needs with its queries.
-template <class F>
-void in_parts(const Attention& s, int64_t values, const F& f) {
-  const int64_t all = s.batches * s.key_heads;
-  const int64_t fit = std::min(HEADS_HELD / std::max<int64_t>(values, 1), blocks(all, at::get_num_threads()));
-  const int64_t heads = std::max<int64_t>(std::min(fit, s.key_heads), 1), batches = std::max<int64_t>(fit / s.key_heads, 1);
-  const int64_t across = blocks(s.key_heads, heads), down = blocks(s.batches, batches);
-  at::parallel_for(0, across * down, 1, [&](int64_t i, int64_t end) {
-    const at::NoGradGuard no_grad;
-    for (; i < end; ++i) {
-      const int64_t batch = i / across * batches, head = i % across * heads;
-      f(Part{batch, std::min(batches, s.batches - batch), head, std::min(heads, s.key_heads - head)});
-    }
-    tidy();
-  });
-}
-
-// Whether the heads of a part are one stretch of memory: whole batches of a dense tensor whose outermost dimension they are.
-inline bool in_one(const Tensor& x, const Part& part, int64_t group) {
-  const int64_t values = x.size(1) * x.size(2) * x.size(3);
-  return part.heads * group == x.size(1) && (x.size(0) == 1 || x.stride(0) == values) && x.is_non_overlapping_and_dense();
-}
-
-// The heads of a part, widened; `group`: how many of them there are for each head of keys.
-inline Tensor widened_heads(const Tensor& x, const Part& part, int64_t group, float* to) {
-  const Heads from(x);
-  const int64_t number = part.heads * group, length = x.size(2), width = x.size(3);
-  if (in_one(x, part, group)) {
-    widen(from.type, from.at(part.batch, 0), to, part.batches * number * length * width);
-    return at::from_blob(to, {part.batches, number, length, width}, x.strides(), at::kFloat);
-  }
-  float* next = to;
-  for (int64_t b = part.batch; b < part.batch + part.batches; ++b) {
-    for (int64_t h = part.head * group; h < part.head * group + number; ++h) {
-      if (from.row == width) {
-        widen(from.type, from.at(b, h), next, length * width);
-      } else {
-        widen(from.type, from.at(b, h), from.row, next, width, length, width);
-      }
-      next += length * width;
-    }
-  }
-  return at::from_blob(to, {part.batches, number, length, width}, at::kFloat);
-}
-
-// Rounds the heads of a part to where they belong in `result`.
-inline void round_heads(const Tensor& x, const Tensor& result, const Part& part, int64_t group) {
-  const Heads from(x), to(result);
-  const int64_t length = x.size(2), width = x.size(3);
-  const bool alike = from.head == to.head && from.row == to.row && x.stride(3) == 1;
-  if (alike && in_one(result, part, group) && in_one(x, part, group)) {
-    return finish(to.type, static_cast<const float*>(from.data), to.at(part.batch, 0), x.numel());
-  }
-  for (int64_t b = 0; b < part.batches; ++b) {
-    for (int64_t h = 0; h < part.heads * group; ++h) {
-      finish(to.type, static_cast<const float*>(from.at(b, h)), from.row, nullptr,
-             to.at(part.batch + b, part.head * group + h), to.row, length, width);
-    }
-  }
-}
-
 // A mask in fp32, without copies of what is the same for all batches or heads.
 inline std::optional<Tensor> wide_mask(const std::optional<Tensor>& mask) {
   if (!mask.has_value()) return mask;
@@ -104,24 +36,6 @@ inline std::optional<Tensor> wide_mask(const std::optional<Tensor>& mask) {
     if (small.dim() == 4 && i < 2 && small.stride(i) == 0) small = small.narrow(i, 0, 1);
   }
   return small.to(at::kFloat);
-}
-
-inline std::optional<Tensor> of_part(const std::optional<Tensor>& mask, const Part& part, int64_t group) {
-  if (!mask.has_value() || mask->dim() < 4) return mask;
-  Tensor some = mask->size(0) == 1 ? *mask : mask->narrow(0, part.batch, part.batches);
-  return some.size(1) == 1 ? some : some.narrow(1, part.head * group, part.heads * group);
-}
-
-// The logarithms of a part's sums to where they belong: the heads of a row of queries side by side.
-inline void copy_logs(const Tensor& x, float* to, int64_t heads, const Part& part, int64_t group) {
-  const float* from = x.const_data_ptr<float>();
-  const int64_t batch = x.stride(0), head = x.stride(1), row = x.stride(2), length = x.size(2);
-  for (int64_t b = 0; b < part.batches; ++b) {
-    for (int64_t l = 0; l < length; ++l) {
-      float* row_to = to + ((part.batch + b) * length + l) * heads + part.head * group;
-      for (int64_t h = 0; h < part.heads * group; ++h) row_to[h] = from[b * batch + h * head + l * row];
-    }
-  }
 }
 
 // The strides of a mask that is expanded to these sizes; 0 for no mask.
@@ -136,12 +50,21 @@ inline std::array<int64_t, 4> mask_steps(const std::optional<Tensor>& mask, std:
   return steps;
 }
 
+// A mask, with the strides of an expanded one.
+struct Masked {
+  const float* data;
+  std::array<int64_t, 4> steps;
+  const float* row(int64_t b, int64_t head, int64_t l) const {
+    return data ? data + b * steps[0] + head * steps[1] + l * steps[2] : nullptr;
+  }
+};
+
 // ------------------------------------------------------------------------------------------- a few rows of queries
 
 constexpr int64_t A_FEW_QUERIES = 4;
 
-inline void attend_few(const Attention& s, const Heads& q, const Heads& k, const Heads& v, const float* mask,
-                       const int64_t* steps, bool causal, float scale, const Heads& out, float* logs, int64_t b, int64_t h) {
+inline void attend_few(const Attention& s, const Heads& q, const Heads& k, const Heads& v, const Masked& mask,
+                       bool causal, float scale, const Heads& out, float* logs, int64_t b, int64_t h) {
   const int64_t rows = s.group * s.queries, heads = s.key_heads * s.group;
   float* queries = scratch(LEFT).take(rows * s.width);
   float* scores = scratch(RIGHT).take(rows * s.keys);
@@ -154,8 +77,7 @@ inline void attend_few(const Attention& s, const Heads& q, const Heads& k, const
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t head = h * s.group + r / s.queries, l = r % s.queries;
     const int64_t seen = causal ? std::min(l + 1, s.keys) : s.keys;
-    const float* masked = mask ? mask + b * steps[0] + head * steps[1] + l * steps[2] : nullptr;
-    const auto [most, total] = exponentials(scores + r * s.keys, masked, steps[3], scale, seen);
+    const auto [most, total] = exponentials(scores + r * s.keys, mask.row(b, head, l), mask.steps[3], scale, seen);
     std::fill(scores + r * s.keys + seen, scores + (r + 1) * s.keys, 0.0f);
     totals[r] = total;
     logs[(b * s.queries + l) * heads + head] = total == 0.0f ? most : most + __builtin_logf(total);
@@ -169,45 +91,153 @@ inline void attend_few(const Attention& s, const Heads& q, const Heads& k, const
   }
 }
 
+// ------------------------------------------------------------------------------------------------------- many rows
+
+constexpr int64_t SCORES = int64_t(1) << 16;  // fp32 values of scores that are held at a time
+
+// How the rows of queries are taken: `height` of them at a time.
+inline int64_t height_of(const Attention& s) {
+  const int64_t most = std::max<int64_t>(std::min<int64_t>(SCORES / std::max<int64_t>(s.keys, 1) / 8, 16), 2) * 8;
+  return std::min(most, std::max<int64_t>(s.queries, 1));
+}
+
+// What one head of keys needs for its queries, forward: scores = queries @ keys^T, results = scores @ values.
+inline void attend(const Attention& s, const Heads& q, const Heads& k, const Heads& v, const Masked& mask, bool causal, float scale,
+                   const Heads& out, float* logs, int64_t b, int64_t h, int64_t from, int64_t end) {
+  Right keys(s.width, s.keys), values(s.keys, s.width);
+  const int64_t height = height_of(s), wide = keys.width(), narrow = values.width();
+  float* packed = scratch(RIGHT).take(keys.values() + values.values());
+  keys.pack(Operand{k.at(b, h), k.row, true, k.type, k.type}, packed);
+  values.pack(Operand{v.at(b, h), v.row, false, v.type, v.type}, packed + keys.values());
+  float* queries = scratch(LEFT).take(height * s.width);
+  float* scores = scratch(SUMS).take(height * (wide + narrow));
+  float* sums = scores + height * wide;
+  float totals[128];
+  for (int64_t head = h * s.group; head < (h + 1) * s.group; ++head) {
+    for (int64_t first = from; first < end; first += height) {
+      const int64_t rows = std::min(height, end - first), most = causal ? std::min(first + rows, s.keys) : s.keys;
+      widen(q.type, q.at(b, head, first), q.row, queries, s.width, rows, s.width);
+      keys.multiply({queries, s.width, 1}, scores, wide, rows, s.width, most, false);
+      for (int64_t r = 0; r < rows; ++r) {
+        const int64_t l = first + r, seen = causal ? std::min(l + 1, s.keys) : s.keys;
+        float* row = scores + r * wide;
+        const auto [greatest, total] = exponentials(row, mask.row(b, head, l), mask.steps[3], scale, seen);
+        std::fill(row + seen, row + most, 0.0f);
+        totals[r] = total;
+        logs[(b * s.queries + l) * s.key_heads * s.group + head] = total == 0.0f ? greatest : greatest + __builtin_logf(total);
+      }
+      if (most == 0) std::fill(sums, sums + rows * narrow, 0.0f);
+      values.multiply({scores, wide, 1}, sums, narrow, rows, most, s.width, false);
+      for (int64_t r = 0; r < rows; ++r) {
+        const float share = totals[r] == 0.0f ? 0.0f : 1.0f / totals[r];
+        for (int64_t d = 0; d < s.width; ++d) sums[r * narrow + d] *= share;
+      }
+      finish(out.type, sums, narrow, nullptr, out.at(b, head, first), out.row, rows, s.width);
+    }
+  }
+}
+
+// The tensors of a backward.
+struct Gradients {
+  Heads g, q, k, v, o, grad_q, grad_k, grad_v;
+  const float* logs;
+  int64_t log_batch, log_head, log_row;
+};
+
+// The same, backward. With P the probabilities and G the gradient of the results: the gradient of values is P^T G, that of scores
+// D = P * (G V^T - sum(G * O)), that of queries D K and that of keys D^T Q.
+inline void attend_backward(const Attention& s, const Gradients& t, const Masked& mask, bool causal, float scale, int64_t b,
+                            int64_t h) {
+  Right keys(s.width, s.keys), values(s.width, s.keys), keys_again(s.keys, s.width);
+  const int64_t height = height_of(s), wide = keys.width(), narrow = keys_again.width();
+  float* packed = scratch(RIGHT).take(2 * keys.values() + keys_again.values());
+  keys.pack(Operand{t.k.at(b, h), t.k.row, true, t.k.type, t.k.type}, packed);
+  values.pack(Operand{t.v.at(b, h), t.v.row, true, t.v.type, t.v.type}, packed + keys.values());
+  keys_again.pack(Operand{t.k.at(b, h), t.k.row, false, t.k.type, t.k.type}, packed + 2 * keys.values());
+  float* queries = scratch(LEFT).take(3 * height * s.width + 2 * height * narrow);
+  float* gradients = queries + height * s.width;
+  float* results = gradients + height * s.width;
+  float* panels = results + height * s.width;
+  float* scores = scratch(SUMS).take(height * (2 * wide + narrow) + 2 * s.keys * narrow);
+  float* slopes = scores + height * wide;
+  float* sums = slopes + height * wide;
+  float* of_keys = sums + height * narrow;
+  float* of_values = of_keys + s.keys * narrow;
+  std::fill(of_keys, of_values + s.keys * narrow, 0.0f);
+  for (int64_t head = h * s.group; head < (h + 1) * s.group; ++head) {
+    for (int64_t first = 0; first < s.queries; first += height) {
+      const int64_t rows = std::min(height, s.queries - first), most = causal ? std::min(first + rows, s.keys) : s.keys;
+      widen(t.q.type, t.q.at(b, head, first), t.q.row, queries, s.width, rows, s.width);
+      widen(t.g.type, t.g.at(b, head, first), t.g.row, gradients, s.width, rows, s.width);
+      widen(t.o.type, t.o.at(b, head, first), t.o.row, results, s.width, rows, s.width);
+      keys.multiply({queries, s.width, 1}, scores, wide, rows, s.width, most, false);
+      values.multiply({gradients, s.width, 1}, slopes, wide, rows, s.width, most, false);
+      for (int64_t r = 0; r < rows; ++r) {
+        const int64_t l = first + r, seen = causal ? std::min(l + 1, s.keys) : s.keys;
+        float *row = scores + r * wide, *slope = slopes + r * wide;
+        attention_slopes(row, slope, mask.row(b, head, l), mask.steps[3], scale,
+                         t.logs[b * t.log_batch + head * t.log_head + l * t.log_row], gradients + r * s.width,
+                         results + r * s.width, s.width, seen);
+        std::fill(row + seen, row + most, 0.0f);
+        std::fill(slope + seen, slope + most, 0.0f);
+      }
+      Right some(rows, s.width);
+      some.pack(Operand{gradients, s.width, false, at::kFloat, at::kFloat}, panels);
+      some.multiply({scores, 1, wide}, of_values, narrow, most, rows, s.width, true);
+      some.pack(Operand{queries, s.width, false, at::kFloat, at::kFloat}, panels);
+      some.multiply({slopes, 1, wide}, of_keys, narrow, most, rows, s.width, true);
+      if (most == 0) std::fill(sums, sums + rows * narrow, 0.0f);
+      keys_again.multiply({slopes, wide, 1}, sums, narrow, rows, most, s.width, false);
+      finish(t.grad_q.type, sums, narrow, nullptr, t.grad_q.at(b, head, first), t.grad_q.row, rows, s.width);
+    }
+  }
+  finish(t.grad_k.type, of_keys, narrow, nullptr, t.grad_k.at(b, h), t.grad_k.row, s.keys, s.width);
+  finish(t.grad_v.type, of_values, narrow, nullptr, t.grad_v.at(b, h), t.grad_v.row, s.keys, s.width);
+}
+
 // ----------------------------------------------------------------------------------------------------- the two ops
 
 inline void check_low(Type dtype) {
   TORCH_CHECK(dtype == at::kHalf || dtype == at::kBFloat16, "attention in fp32 is for float16 and bfloat16, not ", dtype);
 }
 
+inline float scale_of(const Attention& s, std::optional<double> scale) {
+  return static_cast<float>(scale.value_or(1.0 / __builtin_sqrt(static_cast<double>(s.width))));
+}
+
 inline std::tuple<Tensor, Tensor> attention_cpu(const Tensor& query, const Tensor& key, const Tensor& value, double dropout,
                                                 bool causal, const std::optional<Tensor>& attn_mask,
                                                 std::optional<double> scale) {
   check_low(query.scalar_type());
+  TORCH_CHECK(dropout == 0.0, "attention in fp32 has no dropout");
   const Tensor q = in_rows(query), k = in_rows(key), v = in_rows(value);
   const Attention s(q, k);
-  const std::optional<Tensor> mask = wide_mask(attn_mask);
+  const std::optional<Tensor> wide = wide_mask(attn_mask);
+  const Masked mask{wide ? wide->const_data_ptr<float>() : nullptr, mask_steps(wide, {s.batches, q.size(1), s.queries, s.keys})};
   const Tensor result = at::empty_like(q);
   const Tensor logs = at::empty({s.batches, s.queries, q.size(1)}, at::kFloat);
   float* to_logs = logs.mutable_data_ptr<float>();
   const Heads from_q(q), from_k(k), from_v(v), to(result);
-  const int64_t per_key = s.keys * s.width, per_query = s.group * s.queries * s.width;
-  if (s.queries <= A_FEW_QUERIES && s.group * s.queries <= A_FEW && dropout == 0.0 && s.keys > 0) {
-    const std::array<int64_t, 4> steps = mask_steps(mask, {s.batches, q.size(1), s.queries, s.keys});
-    const float* masked = mask ? mask->const_data_ptr<float>() : nullptr;
-    const float factor = static_cast<float>(scale.value_or(1.0 / __builtin_sqrt(static_cast<double>(s.width))));
-    at::parallel_for(0, s.batches * s.key_heads, std::max<int64_t>(GRAIN / (per_key + 1), 1), [&](int64_t i, int64_t end) {
+  const float factor = scale_of(s, scale);
+  const int64_t heads = s.batches * s.key_heads, work = s.keys * s.width * s.group * s.queries;
+  if (s.queries <= A_FEW_QUERIES && s.group * s.queries <= A_FEW && s.keys > 0) {
+    at::parallel_for(0, heads, std::max<int64_t>(GRAIN / (s.keys * s.width + 1), 1), [&](int64_t i, int64_t end) {
       for (; i < end; ++i) {
-        attend_few(s, from_q, from_k, from_v, masked, steps.data(), causal, factor, to, to_logs, i / s.key_heads,
-                   i % s.key_heads);
+        attend_few(s, from_q, from_k, from_v, mask, causal, factor, to, to_logs, i / s.key_heads, i % s.key_heads);
       }
     });
-  } else {
-    in_parts(s, 2 * (per_query + per_key), [&](const Part& part) {
-      const int64_t number = part.batches * part.heads;
-      float* held = scratch(LEFT).take(number * (per_query + 2 * per_key));
-      const Tensor wide_q = widened_heads(q, part, s.group, held);
-      const Tensor wide_k = widened_heads(k, part, 1, held + number * per_query);
-      const Tensor wide_v = widened_heads(v, part, 1, held + number * (per_query + per_key));
-      const auto [some, log] = at::_scaled_dot_product_flash_attention_for_cpu(wide_q, wide_k, wide_v, dropout, causal,
-                                                                              of_part(mask, part, s.group), scale);
-      round_heads(some, result, part, s.group);
-      copy_logs(log, to_logs, q.size(1), part, s.group);
+  } else if (heads > 0) {
+    // With fewer heads than threads, each head's queries are divided.
+    const int64_t pieces = std::min(blocks(at::get_num_threads(), heads), blocks(s.queries, height_of(s)));
+    const int64_t share = pieces < 2 ? s.queries : blocks(s.queries, pieces);
+    const int64_t number = std::max<int64_t>(pieces, 1);
+    at::parallel_for(0, heads * number, std::max<int64_t>(ALONE / (work / number + 1), 1), [&](int64_t i, int64_t end) {
+      for (; i < end; ++i) {
+        const int64_t head = i / number, from = std::min(i % number * share, s.queries);
+        attend(s, from_q, from_k, from_v, mask, causal, factor, to, to_logs, head / s.key_heads, head % s.key_heads, from,
+               std::min(from + share, s.queries));
+      }
+      tidy();
     });
   }
   tidy();
@@ -219,36 +249,23 @@ inline std::tuple<Tensor, Tensor, Tensor> attention_backward_cpu(
     const Tensor& logs, double dropout, bool causal, const std::optional<Tensor>& attn_mask, std::optional<double> scale) {
   const Type low = query.scalar_type();
   check_low(low);
+  TORCH_CHECK(dropout == 0.0, "attention in fp32 has no dropout");
   const Tensor q = in_rows(query), k = in_rows(key), v = in_rows(value), g = in_rows(gradient.to(low)), o = in_rows(out.to(low));
   const Attention s(q, k);
-  const std::optional<Tensor> mask = wide_mask(attn_mask);
+  const std::optional<Tensor> wide = wide_mask(attn_mask);
+  const Masked mask{wide ? wide->const_data_ptr<float>() : nullptr, mask_steps(wide, {s.batches, q.size(1), s.queries, s.keys})};
   const auto made = [&](int64_t length, int64_t number) {
     return at::empty({s.batches, length, number, s.width}, q.options()).transpose(1, 2);
   };
   const Tensor all_logs = logs.to(at::kFloat);
   const Tensor grad_q = made(s.queries, q.size(1)), grad_k = made(s.keys, s.key_heads), grad_v = made(s.keys, s.key_heads);
-  const int64_t per_key = s.keys * s.width, per_query = s.group * s.queries * s.width;
-  in_parts(s, 4 * (per_query + per_key), [&](const Part& part) {
-    const int64_t number = part.batches * part.heads;
-    float* next = scratch(LEFT).take(number * (3 * per_query + 2 * per_key));
-    const auto widened_queries = [&](const Tensor& x) {
-      const Tensor wide = widened_heads(x, part, s.group, next);
-      next += number * per_query;
-      return wide;
-    };
-    const auto widened_keys = [&](const Tensor& x) {
-      const Tensor wide = widened_heads(x, part, 1, next);
-      next += number * per_key;
-      return wide;
-    };
-    const Tensor wide_g = widened_queries(g), wide_q = widened_queries(q), wide_o = widened_queries(o);
-    const Tensor wide_k = widened_keys(k), wide_v = widened_keys(v);
-    const Tensor log = all_logs.narrow(0, part.batch, part.batches).narrow(1, part.head * s.group, part.heads * s.group);
-    const auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-        wide_g, wide_q, wide_k, wide_v, wide_o, log, dropout, causal, of_part(mask, part, s.group), scale);
-    round_heads(dq, grad_q, part, s.group);
-    round_heads(dk, grad_k, part, 1);
-    round_heads(dv, grad_v, part, 1);
+  const Gradients all{Heads(g), Heads(q), Heads(k), Heads(v), Heads(o), Heads(grad_q), Heads(grad_k), Heads(grad_v),
+                      all_logs.const_data_ptr<float>(), all_logs.stride(0), all_logs.stride(1), all_logs.stride(2)};
+  const float factor = scale_of(s, scale);
+  const int64_t work = s.keys * s.width * s.group * s.queries;
+  at::parallel_for(0, s.batches * s.key_heads, std::max<int64_t>(ALONE / (work + 1), 1), [&](int64_t i, int64_t end) {
+    for (; i < end; ++i) attend_backward(s, all, mask, causal, factor, i / s.key_heads, i % s.key_heads);
+    tidy();
   });
   return {grad_q, grad_k, grad_v};
 }

@@ -1,14 +1,11 @@
-// A batch of products. Small ones: by packed blocks, one by one; on a CPU without these, as many at a time as stay in the cache
-// are rounded and multiplied by torch's own batched product. Large ones, and those of a few rows with large matrices, as single
-// products are (cast_matmul.h).
+// A batch of products, one by one, each by one thread if there are enough of them.
 #pragma once
 
 #include "cast_matmul.h"
 
 namespace amp {
 
-constexpr int64_t BATCH_HELD = int64_t(1) << 17;  // fp32 values of operands and results: half an L2
-constexpr int64_t LARGE = int64_t(1) << 14;       // values of a matrix for which a few rows are multiplied one by one
+constexpr int64_t LARGE = int64_t(1) << 14;  // values of a matrix for which a few rows are multiplied one by one
 
 // The operands of a batch: matrix i begins `i * step` elements after the first.
 struct Batch {
@@ -20,60 +17,15 @@ struct Batch {
   }
 };
 
-// Packs matrices as they are in memory: `lines` contiguous lines of `length` elements each.
-inline void pack_batch(const Batch& x, int64_t start, int64_t count, int64_t lines, int64_t length, float* to) {
-  Operand matrix = x.item(start);
-  matrix.turned = false;
-  if (x.first.stride == length && x.step == lines * length) return pack(matrix, 0, 0, 1, count * lines * length, to, 0);
-  for (int64_t i = 0; i < count; ++i) {
-    matrix.data = x.item(start + i).data;
-    pack(matrix, 0, 0, lines, length, to + i * lines * length, length);
-  }
-}
-
-inline Tensor packed_batch(const Batch& x, int64_t start, int64_t count, int64_t rows, int64_t columns, float* to) {
-  if (!x.first.turned) {
-    pack_batch(x, start, count, rows, columns, to);
-    return at::from_blob(to, {count, rows, columns}, at::kFloat);
-  }
-  pack_batch(x, start, count, columns, rows, to);
-  return at::from_blob(to, {count, rows, columns}, {rows * columns, 1, rows}, at::kFloat);
-}
-
 inline void multiply_batch(const Tensor& left, const Tensor& right, Type low, const Result& to) {
   const Batch a(left, low), b(right, low);
   const int64_t number = left.size(0), m = left.size(1), k = left.size(2), n = right.size(2);
-  const int64_t threads = at::get_num_threads(), values = m * k + k * n + m * n;
   const bool few = m <= (b.first.turned ? A_FEW : A_FEW_SUMS) && (m <= 2 || k * n >= LARGE);
-  if (few || values > BATCH_HELD) {
-    const auto some = [&](int64_t i, int64_t end) {
-      for (; i < end; ++i) multiply(a.item(i), b.item(i), to.from(i * m), m, k);
-    };
-    number < threads ? some(0, number) : at::parallel_for(0, number, std::max<int64_t>(GRAIN / values, 1), some);
-    return;
-  }
-  if (blocks_work() && k <= LONGEST) {
-    return at::parallel_for(0, number, std::max<int64_t>(GRAIN / values, 1), [&](int64_t i, int64_t end) {
-      float* packed = scratch(RIGHT).take(blocks(n, COLUMNS) * COLUMNS * k);
-      for (; i < end; ++i) {
-        pack_columns(b.item(i), packed, k, 0, n);
-        multiply_rows(a.item(i), packed, to.from(i * m), 0, m, k, 0, n);
-      }
-    });
-  }
-  const int64_t group = std::max<int64_t>(std::min(BATCH_HELD / values, blocks(number, threads)), 1);
-  at::parallel_for(0, blocks(number, group), std::max<int64_t>(GRAIN / (values * group), 1), [&](int64_t i, int64_t end) {
-    for (; i < end; ++i) {
-      const int64_t start = i * group, count = std::min(group, number - start);
-      const Tensor one = packed_batch(a, start, count, m, k, scratch(LEFT).take(group * m * k));
-      const Tensor two = packed_batch(b, start, count, k, n, scratch(RIGHT).take(group * k * n));
-      float* sums = to.direct() ? static_cast<float*>(to.at(start * m, 0)) : scratch(SUMS).take(group * m * n);
-      Tensor sum = at::from_blob(sums, {count, m, n}, at::kFloat);
-      at::bmm_out(sum, one, two);
-      if (to.direct()) continue;
-      to.plus ? to.write(sums, n, start * m, 0, count * m, n) : finish(to.type, sums, to.at(start * m, 0), count * m * n);
-    }
-  });
+  const auto some = [&](int64_t i, int64_t end) {
+    for (; i < end; ++i) (few ? multiply : multiply_many)(a.item(i), b.item(i), to.from(i * m), m, k);
+    tidy();
+  };
+  number < at::get_num_threads() ? some(0, number) : at::parallel_for(0, number, std::max<int64_t>(ALONE / (m * n * k), 1), some);
 }
 
 // x in `low` or fp32, with contiguous elements in one of the last two dimensions.

@@ -1,87 +1,9 @@
-// a @ b + bias: operands rounded to a low-precision dtype, sums in fp32 by torch's own product, one rounding to the result.
+// a @ b + bias: operands rounded to a low-precision dtype, sums in fp32, one rounding to the result.
 #pragma once
 
-#include "scratch.h"
+#include "panels.h"
 
 namespace amp {
-
-// The product of blocks is oneDNN's, as torch exports it (torch 2.13: at::native::cpublas::brgemm, for AVX-512). It
-// needs packed blocks, so rounding an operand costs no more than packing it would.
-constexpr int64_t ROWS = 64;                           // of a block
-constexpr int64_t HELD = int64_t(96) << 10;            // fp32 values of a that are packed at a time: in half an L2
-constexpr int64_t PACKED = (int64_t(1) << 23) / 4;     // fp32 values of b that are packed at a time
-constexpr int64_t LONGEST = 2048;                      // for longer sums, a block does not fit the cache
-constexpr int64_t FEWEST = 32;                         // rows: for fewer, packing b costs more than it saves
-
-inline bool blocks_work() {
-#if defined(__AVX512F__)
-  static const bool work = [] {
-    float a[ROWS] = {1.0f}, b[COLUMNS] = {2.0f}, c[1] = {0.0f};
-    try {
-      at::native::cpublas::brgemm(1, 1, 1, 1, 1, 1, false, a, b, c, false);
-    } catch (const std::exception&) {  // a CPU or a build of torch without them
-      return false;
-    }
-    return c[0] == 2.0f;
-  }();
-  return work;
-#else
-  return false;
-#endif
-}
-
-inline Operand operand(const Tensor& x, Type low) {
-  const bool turned = x.stride(-1) != 1;
-  return {x.const_data_ptr(), turned ? x.stride(-1) : x.stride(-2), turned, x.scalar_type(), low};
-}
-
-// Where a product goes: rows of n values. `plus`: what is added to each of them, or null.
-struct Result {
-  void* data;
-  Type type;
-  int64_t n;
-  const float* plus;
-  bool direct() const { return type == at::kFloat && !plus; }  // as it is added up: no step in between
-  void* at(int64_t row, int64_t column) const { return advanced(data, type, row * n + column); }
-  Result from(int64_t row) const { return {at(row, 0), type, n, plus}; }
-  void write(const float* sums, int64_t stride, int64_t row, int64_t column, int64_t rows, int64_t columns) const {
-    finish(type, sums, stride, plus ? plus + column : nullptr, at(row, column), n, rows, columns);
-  }
-};
-
-// The product of some of the rows, in one thread. As many rows as fit the cache are packed; then each block of columns
-// is read once for all of them.
-inline void multiply_rows(const Operand& a, const float* packed, const Result& to, int64_t first, int64_t last, int64_t k,
-                          int64_t from_column, int64_t to_column) {
-  const int64_t step = k + 16;  // rows a power of two apart would map to the same cache lines
-  const int64_t group = std::max<int64_t>(HELD / step / ROWS, 1) * ROWS;
-  float* rows = scratch(LEFT).take(std::min(group, last - first) * step);
-  const bool direct = to.direct();
-  alignas(64) float tile[ROWS * COLUMNS];
-  for (int64_t start = first; start < last; start += group) {
-    const int64_t end = std::min(start + group, last);
-    pack(a, start, 0, end - start, k, rows, step);
-    for (int64_t column = from_column; column < to_column; column += COLUMNS) {
-      const int64_t width = std::min(COLUMNS, to_column - column);
-      const float* block = packed + (column - from_column) * k;
-      for (int64_t row = start; row < end; row += ROWS) {
-        const int64_t height = std::min(ROWS, end - row);
-        float* sums = direct ? static_cast<float*>(to.at(row, column)) : tile;
-        at::native::cpublas::brgemm(height, width, k, step, COLUMNS, direct ? to.n : COLUMNS, false,
-                                    rows + (row - start) * step, block, sums, false);
-        if (!direct) to.write(tile, COLUMNS, row, column, height, width);
-      }
-    }
-  }
-  at::native::cpublas::brgemm_release(false);
-}
-
-inline void pack_columns(const Operand& b, float* packed, int64_t k, int64_t from_column, int64_t to_column) {
-  for (int64_t column = from_column; column < to_column; column += COLUMNS) {
-    const int64_t width = std::min(COLUMNS, to_column - column);
-    pack(b, 0, column, k, width, packed + (column - from_column) * k, COLUMNS);
-  }
-}
 
 // A few rows times a large matrix: the matrix is read once, rounded in registers, and no copy of it is written. Decoding
 // one token at a time spends most of its time here, and the bandwidth of the memory is the limit.
@@ -126,96 +48,19 @@ inline void multiply_few(const Operand& a, const Operand& b, const Result& to, i
   });
 }
 
-// More rows, and sums too long for packed blocks, or a CPU without them: a part of b at a time is rounded into memory that
-// stays in the cache, and multiplied by torch's own product. b is read from memory once, and is half as many bytes as in
-// fp32 if it is low. A part is some columns, or, where rows are contiguous, some rows, whose products are added up in fp32.
-constexpr int64_t PANEL_ROWS = 1024;          // of a that are rounded at a time
-constexpr int64_t PANEL = 256;                // columns of b
-constexpr int64_t PANEL_VALUES = 1 << 18;     // of b, if it is taken by rows
-constexpr int64_t DIRECT_VALUES = 1 << 22;    // of a, if sums are the result: 16 MB
-constexpr int64_t BY_ROWS = 256;              // rows of a: for more, adding up the sums costs more than packing columns
+// Of the two operands the smaller one is packed into panels, which transposes it if its columns are contiguous. The larger one is
+// read as it is in memory; if that is the right one, the result comes out transposed, and is turned before it is written.
+constexpr int64_t NARROW = 64;  // rows, for which a matrix that is larger than the cache is not packed into panels
 
-inline Tensor column_panel(const Operand& b, int64_t first, int64_t width, int64_t k) {
-  float* panel = scratch(RIGHT).take(width * k);
-  if (b.turned) {
-    pack(Operand{b.data, b.stride, false, b.type, b.low}, first, 0, width, k, panel, k);
-    return at::from_blob(panel, {k, width}, {1, k}, at::kFloat);
-  }
-  pack(b, 0, first, k, width, panel, width);
-  return at::from_blob(panel, {k, width}, at::kFloat);
-}
-
-// The product of all rows with some columns, in one thread.
-inline void multiply_panel(const Tensor& left, const Operand& b, const Result& to, int64_t first, int64_t width) {
-  const int64_t m = left.size(0), k = left.size(1);
-  const bool direct = to.direct();
-  float* sums = direct ? static_cast<float*>(to.at(0, first)) : scratch(SUMS).take(m * width);
-  Tensor sum = at::from_blob(sums, {m, width}, {direct ? to.n : width, 1}, at::kFloat);
-  if (b.turned || m > BY_ROWS) {
-    at::mm_out(sum, left, column_panel(b, first, width, k));
-  } else {
-    const int64_t step = std::max<int64_t>(PANEL_VALUES / width / 8, 1) * 8;
-    float* panel = scratch(RIGHT).take(std::min(step, k) * width);
-    for (int64_t i = 0; i < k; i += step) {
-      const int64_t depth = std::min(step, k - i);
-      pack(b, i, first, depth, width, panel, width);
-      const Tensor right = at::from_blob(panel, {depth, width}, at::kFloat), part = left.narrow(1, i, depth);
-      i == 0 ? at::mm_out(sum, part, right) : at::addmm_out(sum, sum, part, right);
-    }
-  }
-  if (!direct) to.write(sums, width, 0, first, m, width);
-}
-
-inline void multiply_panels(const Operand& a, const Operand& b, const Result& to, int64_t m, int64_t k) {
+inline void multiply_many(const Operand& a, const Operand& b, const Result& to, int64_t m, int64_t k) {
   const int64_t n = to.n;
-  const int64_t share = blocks(blocks(n, at::get_num_threads()), 16) * 16;  // columns of a thread
-  // Sums that are the result need no memory of their own, so parts of both operands can be larger: torch's product packs each of
-  // them once per pair.
-  const int64_t most = to.direct() ? std::max(PANEL, std::min(4 * PANEL, DIRECT_VALUES / 2 / k)) : PANEL;
-  const int64_t columns = b.turned || m > BY_ROWS ? std::min(most, share) : share;
-  const int64_t tall = to.direct() ? std::max(PANEL_ROWS, DIRECT_VALUES / k) : PANEL_ROWS;
-  for (int64_t start = 0; start < m; start += tall) {
-    const int64_t height = std::min(tall, m - start);
-    float* rows = scratch(LEFT).take(height * k);
-    // Lines as they are in memory: torch's product takes either order.
-    const Operand lines{a.data, a.stride, false, a.type, a.low};
-    const int64_t number = a.turned ? k : height, length = a.turned ? height : k;
-    at::parallel_for(0, number, std::max<int64_t>(GRAIN / length, 1), [&](int64_t i, int64_t j) {
-      a.turned ? pack(lines, i, start, j - i, length, rows + i * length, length)
-               : pack(lines, start + i, 0, j - i, length, rows + i * length, length);
-    });
-    at::parallel_for(0, blocks(n, columns), 1, [&](int64_t i, int64_t j) {
-      const Tensor left = a.turned ? at::from_blob(rows, {height, k}, {1, height}, at::kFloat)
-                                   : at::from_blob(rows, {height, k}, at::kFloat);
-      for (int64_t first = i * columns; first < std::min(j * columns, n); first += columns) {
-        multiply_panel(left, b, to.from(start), first, std::min(columns, n - first));
-      }
-      tidy();
-    });
-  }
-}
-
-// Packed blocks: see above.
-inline void multiply_blocks(const Operand& a, const Operand& b, const Result& to, int64_t m, int64_t k) {
-  const int64_t n = to.n, group = std::max<int64_t>(PACKED / k / COLUMNS, 1) * COLUMNS;
-  const int64_t share = blocks(blocks(m, at::get_num_threads()), 16) * 16;  // rows of a thread
-  for (int64_t start = 0; start < n; start += group) {
-    const int64_t end = std::min(start + group, n);
-    float* packed = scratch(RIGHT).take(blocks(end - start, COLUMNS) * COLUMNS * k);
-    at::parallel_for(0, blocks(end - start, COLUMNS), std::max<int64_t>(GRAIN / k / COLUMNS, 1), [&](int64_t i, int64_t j) {
-      const int64_t first = start + i * COLUMNS, last = std::min(start + j * COLUMNS, end);
-      pack_columns(b, packed + (first - start) * k, k, first, last);
-    });
-    at::parallel_for(0, blocks(m, share), 1, [&](int64_t i, int64_t j) {
-      multiply_rows(a, packed, to, i * share, std::min(j * share, m), k, start, end);
-      tidy();
-    });
-  }
+  const bool flips = b.turned ? m * (k + n) < n * k : m <= NARROW && n * k > 4 * cache_values();
+  if (flips) return multiply_tiled(transposed(b), transposed(a), to, n, m, k, true);
+  multiply_tiled(a, b, to, m, n, k, false);
 }
 
 inline void multiply(const Operand& a, const Operand& b, const Result& to, int64_t m, int64_t k) {
-  if (m <= (b.turned ? A_FEW : A_FEW_SUMS)) return multiply_few(a, b, to, m, k);
-  m < FEWEST || k > LONGEST || !blocks_work() ? multiply_panels(a, b, to, m, k) : multiply_blocks(a, b, to, m, k);
+  m <= (b.turned ? A_FEW : A_FEW_SUMS) ? multiply_few(a, b, to, m, k) : multiply_many(a, b, to, m, k);
 }
 
 }  // namespace amp

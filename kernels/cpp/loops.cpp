@@ -6,6 +6,7 @@
 #include "multi_tensor.h"
 #include "ops.h"
 #include "steps.h"
+#include "tiles.h"
 
 namespace amp {
 
@@ -27,13 +28,38 @@ inline __attribute__((always_inline)) void in_dtype(const Operand& x, const void
 
 void pack(const Operand& x, int64_t row, int64_t column, int64_t rows, int64_t columns, float* to, int64_t step) {
   if (x.turned) {
-    return in_dtype<false>(x, x.at(row, column), [&](const auto* from, auto low) {
+    return in_dtype<true>(x, x.at(row, column), [&](const auto* from, auto low) {
       pack_turned<decltype(low)>(from, x.stride, rows, columns, to, step);
     });
   }
   in_dtype<true>(x, x.at(row, column), [&](const auto* from, auto low) {
     pack_lines<decltype(low)>(from, x.stride, rows, columns, to, step);
   });
+}
+
+void widen_every(Type type, const void* from, int64_t stride, float* to, int64_t n) {
+  if (stride == 1) return widen(type, from, to, n);
+  in_dtype<true>(Operand{from, 0, false, type, type}, from, [&](const auto* values, auto) {
+    for (int64_t i = 0; i < n; ++i) to[i] = static_cast<float>(values[i * stride]);
+  });
+}
+
+float total_of(Type type, const void* from, int64_t n) {
+  float values[1024], all = 0.0f;
+  for (int64_t i = 0; i < n; i += 1024) {
+    const int64_t some = n - i < 1024 ? n - i : 1024;
+    widen(type, advanced(from, type, i), values, some);
+    Sum sum;
+    in_vectors(some, [&](int64_t j, auto zero) { sum.add(get<decltype(zero)>(values + j)); });
+    all += sum.total();
+  }
+  return all;
+}
+
+void add_to_rows(float* values, int64_t step, const float* plus, int64_t rows, int64_t n) {
+  for (int64_t r = 0; r < rows; ++r) {
+    in_vectors(n, [&](int64_t j, auto zero) { put(values + r * step + j, get<decltype(zero)>(values + r * step + j) + plus[r]); });
+  }
 }
 
 void finish(Type type, const float* from, int64_t stride, const float* plus, void* to, int64_t step, int64_t rows, int64_t n) {
@@ -55,6 +81,25 @@ void add_rows(const float* a, const Operand& b, int64_t column, float* sums, int
   in_dtype<false>(b, b.at(0, column), [&](const auto* from, auto low) {
     add_rows<decltype(low)>(a, from, b.stride, sums, width, m, k);
   });
+}
+
+void multiply_panel(const Rows& a, const float* panel, int64_t vectors, float* c, int64_t step, int64_t rows, int64_t k, bool adds) {
+  if (vectors == 1) return multiply_rows<1>(a, panel, c, step, rows, k, adds);
+  vectors == 2 ? multiply_rows<2>(a, panel, c, step, rows, k, adds) : multiply_rows<3>(a, panel, c, step, rows, k, adds);
+}
+
+void multiply_right_at(const Rows& a, const float* b, const int32_t* places, int64_t vectors, float* c, int64_t step, int64_t rows,
+                       int64_t k, bool adds) {
+  if (vectors == 1) return multiply_placed_right<1>(a, b, places, c, step, rows, k, adds);
+  vectors == 2 ? multiply_placed_right<2>(a, b, places, c, step, rows, k, adds)
+               : multiply_placed_right<3>(a, b, places, c, step, rows, k, adds);
+}
+
+void multiply_left_at(const float* a, const int32_t* places, const float* panel, int64_t vectors, float* c, int64_t step, int64_t rows,
+                      int64_t k, bool adds) {
+  if (vectors == 1) return multiply_placed_left<1>(a, places, panel, c, step, rows, k, adds);
+  vectors == 2 ? multiply_placed_left<2>(a, places, panel, c, step, rows, k, adds)
+               : multiply_placed_left<3>(a, places, panel, c, step, rows, k, adds);
 }
 
 void register_lists(Library& library) {

@@ -2,7 +2,7 @@
 // compiled in loops.cpp, with vectors as wide as the CPU's registers.
 #pragma once
 
-#include <cstdint>
+#include "vectors.h"
 
 namespace amp {
 
@@ -20,7 +20,7 @@ inline const void* advanced(const void* from, Type type, int64_t count) {
 inline void* advanced(void* to, Type type, int64_t count) { return static_cast<char*>(to) + count * bytes_of(type); }
 
 // A matrix in memory: element (r, c) is number r * stride + c, or c * stride + r if it is transposed. Values of fp32 are rounded
-// to `low` as they are read; `low` may be fp32 too, for pack (if not transposed) and dot_columns.
+// to `low` as they are read; `low` may be fp32 too, for pack and dot_columns.
 struct Operand {
   const void* data;
   int64_t stride;
@@ -31,11 +31,21 @@ struct Operand {
   }
 };
 
-constexpr int64_t COLUMNS = 64;  // of a packed block
+inline Operand transposed(const Operand& x) { return {x.data, x.stride, !x.turned, x.type, x.low}; }
+
 constexpr int64_t STREAMS = 8;  // columns that dot_columns reads at the same time
 
 // Packs rows x columns elements, starting at (row, column), as fp32 rows, `step` apart.
 void pack(const Operand& x, int64_t row, int64_t column, int64_t rows, int64_t columns, float* to, int64_t step);
+
+// to[i] = from[i * stride], in fp32.
+void widen_every(Type type, const void* from, int64_t stride, float* to, int64_t n);
+
+// The sum of n values, in fp32.
+float total_of(Type type, const void* from, int64_t n);
+
+// Adds to the values of each row.
+void add_to_rows(float* values, int64_t step, const float* plus, int64_t rows, int64_t n);
 
 // Rows of n values in fp32: from `from`, `stride` apart, to `to`, `step` apart.
 inline void widen(Type type, const void* from, int64_t stride, float* to, int64_t step, int64_t rows, int64_t n) {
@@ -53,8 +63,24 @@ void dot_columns(const float* rows, const Operand& b, int64_t column, float* to,
 // sums[r * width + c] += the sum over i of a[r * k + i] * b[i, column + c], for all k rows of b and `width` columns, in order.
 void add_rows(const float* a, const Operand& b, int64_t column, float* sums, int64_t width, int64_t m, int64_t k);
 
-// c = a @ block, or c += a @ block; `block` has COLUMNS columns, of which `width` are wanted, and rows of c are `step` apart.
-void multiply_block(const float* a, const float* block, float* c, int64_t step, int64_t rows, int64_t width, int64_t k, bool adds);
+// fp32 values, as the left operand of a product: element (r, i) is number r * row + i * step.
+struct Rows {
+  const float* data;
+  int64_t row, step;
+};
+
+constexpr int64_t PANEL_VECTORS = 3;  // of a panel, at most
+
+// c = a @ panel, or c += a @ panel: a panel is k rows of one to PANEL_VECTORS vectors, which follow each other in memory; rows of c
+// are `step` apart.
+void multiply_panel(const Rows& a, const float* panel, int64_t vectors, float* c, int64_t step, int64_t rows, int64_t k, bool adds);
+
+// The same, where row i of the right operand is at b + places[i]; a's rows are contiguous.
+void multiply_right_at(const Rows& a, const float* b, const int32_t* places, int64_t vectors, float* c, int64_t step, int64_t rows,
+                       int64_t k, bool adds);
+// The same with a panel, where row r of the left operand is at a + places[r] and contiguous.
+void multiply_left_at(const float* a, const int32_t* places, const float* panel, int64_t vectors, float* c, int64_t step, int64_t rows,
+                      int64_t k, bool adds);
 
 // Scores to probabilities, which are not divided by their sum yet; the greatest score (0 if all are -inf) and the sum.
 struct Greatest {
@@ -62,8 +88,13 @@ struct Greatest {
 };
 Greatest exponentials(float* scores, const float* mask, int64_t step, float scale, int64_t n);
 
-// One step of an LSTM's row: the four gates are changed in place, `cell` and `state` are written.
-void lstm_step(float* gates, const float* earlier_cell, float* cell, float* state, int64_t hidden);
+// Scores to probabilities, with the logarithm of their sum from the forward, and their gradients to those of the scores.
+// `given`, `result`: a row of the gradient of the results, and of the results.
+void attention_slopes(float* scores, float* slopes, const float* mask, int64_t step, float scale, float log, const float* given,
+                      const float* result, int64_t width, int64_t n);
+
+// One step of an LSTM's row: `sums` is added to the four gates, which are changed in place; `cell` and `state` are written.
+void lstm_step(float* gates, const float* sums, const float* earlier_cell, float* cell, float* state, int64_t hidden);
 // Its backward: the gradients of the gates' sums are written, and `cell_gradient` becomes that of the earlier cell.
 void lstm_step_backward(const float* gates, const float* cell, const float* earlier_cell, const float* given, const float* state,
                         float* cell_gradient, float* sums, int64_t hidden);

@@ -1,40 +1,10 @@
-// The steps of an LSTM layer, forward and backward: see ../lstm.py for their definition. The rows of a batch are
+// An LSTM layer, forward, and the steps of its backward: see ../lstm.py for their definition. The rows of a batch are
 // independent, so each thread takes some of them through all steps, and no thread waits for another.
 #pragma once
 
-#include "cast_matmul.h"
+#include "batched.h"
 
 namespace amp {
-
-// c = a @ b, or c += a @ b; b is [k, n] in consecutive blocks of COLUMNS columns.
-class Blocks {
- public:
-  explicit Blocks(const Tensor& b) : k_(b.size(0)), n_(b.size(1)), packed_(k_ * blocks(n_, COLUMNS) * COLUMNS) {
-    const float* from = b.const_data_ptr<float>();
-    for (int64_t column = 0; column < n_; column += COLUMNS) {
-      const int64_t width = std::min(COLUMNS, n_ - column);
-      for (int64_t i = 0; i < k_; ++i) {
-        std::copy(from + i * n_ + column, from + i * n_ + column + width, packed_.data() + column * k_ + i * COLUMNS);
-      }
-    }
-  }
-
-  void multiply(const float* a, float* c, int64_t rows, bool adds) const {
-    for (int64_t column = 0; column < n_; column += COLUMNS) {
-      const int64_t width = std::min(COLUMNS, n_ - column);
-      const float* block = packed_.data() + column * k_;
-      if (blocks_work()) {
-        at::native::cpublas::brgemm(rows, width, k_, k_, COLUMNS, n_, adds, a, block, c + column, false);
-        continue;
-      }
-      multiply_block(a, block, c + column, n_, rows, width, k_, adds);
-    }
-  }
-
- private:
-  int64_t k_, n_;
-  std::vector<float> packed_;
-};
 
 // Writes a row of results to memory in their dtype, and reads the rounded values back into `row` for the next product.
 inline void keep(float* row, Type type, void* to, int64_t n) {
@@ -42,40 +12,103 @@ inline void keep(float* row, Type type, void* to, int64_t n) {
   if (type != at::kFloat) widen(type, to, row, n);
 }
 
-template <class F>
-void by_rows(int64_t batch, const F& f) {
-  at::parallel_for(0, batch, 1, [&](int64_t first, int64_t last) {
-    f(first, last);
-    if (blocks_work()) at::native::cpublas::brgemm_release(false);
-  });
+// Values in fp32, one after the other.
+inline std::vector<float> in_fp32(const Tensor& x) {
+  const Tensor dense = x.contiguous();
+  std::vector<float> values(dense.numel());
+  widen(dense.scalar_type(), dense.const_data_ptr(), values.data(), dense.numel());
+  return values;
 }
 
-inline void lstm_forward(float* gates, const float* state, const float* cell, const Blocks& weight, Type type, void* out,
-                         float* cells, int64_t length, int64_t batch, int64_t hidden, bool reverse) {
-  by_rows(batch, [&](int64_t first, int64_t last) {
-    const int64_t rows = last - first;
-    std::vector<float> held(state + first * hidden, state + last * hidden);
-    const float* before = cell + first * hidden;
-    for (int64_t step = 0; step < length; ++step) {
-      const int64_t at = ((reverse ? length - 1 - step : step) * batch + first) * hidden;
-      weight.multiply(held.data(), gates + 4 * at, rows, true);
-      for (int64_t r = 0; r < rows; ++r) {
-        float* h = held.data() + r * hidden;
-        lstm_step(gates + 4 * (at + r * hidden), before + r * hidden, cells + at + r * hidden, h, hidden);
-        keep(h, type, advanced(out, type, at + r * hidden), hidden);
-      }
-      before = cells + at;
+// Where the steps of a layer go: `gates` (in fp32: the inputs' part of the sums at first) and `cells` of all steps if they are kept.
+struct Steps {
+  int64_t length, batch, hidden;
+  bool reverse;
+  Type type;
+  float* gates;
+  void* out;
+  float* cells;      // or null
+  void* low_gates;   // or null
+  float* last_cell;  // of the last step
+  int64_t place(int64_t step) const { return (reverse ? length - 1 - step : step) * batch * hidden; }
+};
+
+// All steps of some rows.
+inline void lstm_rows(const Steps& s, const Right& weight, const float* state, const float* cell, int64_t first, int64_t last) {
+  const int64_t rows = last - first, hidden = s.hidden, width = weight.width(), values = rows * hidden;
+  std::vector<float> held(state + first * hidden, state + last * hidden), sums(rows * width), spare(s.cells ? 0 : 2 * values);
+  const float* before = cell + first * hidden;
+  for (int64_t step = 0; step < s.length; ++step) {
+    const int64_t at = s.place(step) + first * hidden;
+    float* now = s.cells ? s.cells + at : spare.data() + step % 2 * values;
+    weight.multiply({held.data(), hidden, 1}, sums.data(), width, rows, hidden, 4 * hidden, false);
+    for (int64_t r = 0; r < rows; ++r) {
+      float *h = held.data() + r * hidden, *gates = s.gates + 4 * (at + r * hidden);
+      lstm_step(gates, sums.data() + r * width, before + r * hidden, now + r * hidden, h, hidden);
+      keep(h, s.type, advanced(s.out, s.type, at + r * hidden), hidden);
     }
-  });
+    if (s.low_gates) finish(s.type, s.gates + 4 * at, advanced(s.low_gates, s.type, 4 * at), 4 * values);
+    before = now;
+  }
+  std::copy(before, before + values, s.last_cell + first * hidden);
+}
+
+inline std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> lstm_layer_cpu(const Tensor& x, const Tensor& h, const Tensor& c,
+                                                                         const Tensor& w_ih, const Tensor& w_hh,
+                                                                         const std::optional<Tensor>& b_ih,
+                                                                         const std::optional<Tensor>& b_hh, bool reverse,
+                                                                         bool keeps) {
+  const Type type = x.scalar_type();
+  const int64_t length = x.size(0), batch = x.size(1), hidden = w_hh.size(1);
+  std::vector<float> plus;
+  for (const std::optional<Tensor>& bias : {b_ih, b_hh}) {
+    if (!bias) continue;
+    const std::vector<float> more = in_fp32(*bias);
+    if (plus.empty()) plus.resize(more.size());
+    for (size_t i = 0; i < more.size(); ++i) plus[i] += more[i];
+  }
+  const Tensor gates = at::empty({length, batch, 4 * hidden}, at::kFloat), out = at::empty({length, batch, hidden}, type);
+  const Tensor cells = keeps ? at::empty({length, batch, hidden}, at::kFloat) : at::empty({0}, at::kFloat);
+  const bool rounds = keeps && type != at::kFloat;
+  const Tensor low_gates = rounds ? at::empty(gates.sizes(), type) : gates;
+  const Tensor state = at::empty({batch, hidden}, type), cell = at::empty({batch, hidden}, type);
+  const std::vector<float> first_state = in_fp32(h), first_cell = in_fp32(c);
+  std::vector<float> last_cell(first_cell);
+  if (length * batch * hidden > 0) {
+    const Tensor rows = in_lines(x.reshape({length * batch, x.size(2)}), type), weight = in_lines(w_ih, type);
+    const Result to{gates.mutable_data_ptr<void>(), at::kFloat, 4 * hidden, plus.empty() ? nullptr : plus.data()};
+    multiply(operand(rows, type), transposed(operand(weight, type)), to, length * batch, x.size(2));
+    Right right(hidden, 4 * hidden);
+    std::vector<float> packed(right.values());
+    const Tensor turned = in_lines(w_hh, type);
+    right.pack(transposed(operand(turned, type)), packed.data());
+    const Steps steps{length, batch, hidden, reverse, type, gates.mutable_data_ptr<float>(), out.mutable_data_ptr<void>(),
+                      keeps ? cells.mutable_data_ptr<float>() : nullptr, rounds ? low_gates.mutable_data_ptr<void>() : nullptr,
+                      last_cell.data()};
+    at::parallel_for(0, batch, 1, [&](int64_t i, int64_t end) {
+      lstm_rows(steps, right, first_state.data(), first_cell.data(), i, end);
+    });
+    tidy();
+    const void* last = advanced(out.const_data_ptr(), type, steps.place(length - 1));
+    std::copy(static_cast<const char*>(last), static_cast<const char*>(last) + batch * hidden * bytes_of(type),
+              state.mutable_data_ptr<char>());
+  } else {
+    finish(type, first_state.data(), state.mutable_data_ptr<void>(), batch * hidden);
+  }
+  finish(type, last_cell.data(), cell.mutable_data_ptr<void>(), batch * hidden);
+  return {out, state, cell, keeps ? low_gates : at::empty({0}, type), cells};
 }
 
 // At the start, `state` and `cell` are the gradients of the last step's values; at the end, those of the first step's.
 inline void lstm_backward(Type type, const void* given, float* state, float* cell, const void* gates, const float* cells,
-                          const float* first_cell, const Blocks& weight, void* sums, int64_t length, int64_t batch,
+                          const float* first_cell, const Right& weight, void* sums, int64_t length, int64_t batch,
                           int64_t hidden, bool reverse) {
-  by_rows(batch, [&](int64_t first, int64_t last) {
-    const int64_t rows = last - first;
-    std::vector<float> gate(4 * hidden), above(hidden), grown(rows * 4 * hidden);
+  at::parallel_for(0, batch, 1, [&](int64_t first, int64_t last) {
+    const int64_t rows = last - first, width = weight.width();
+    std::vector<float> gate(4 * hidden), above(hidden), grown(rows * 4 * hidden), below(rows * width);
+    for (int64_t r = 0; r < rows; ++r) {
+      std::copy(state + (first + r) * hidden, state + (first + r + 1) * hidden, below.data() + r * width);
+    }
     for (int64_t step = length - 1; step >= 0; --step) {
       const auto place = [&](int64_t s) { return ((reverse ? length - 1 - s : s) * batch + first) * hidden; };
       const int64_t at = place(step);
@@ -84,11 +117,14 @@ inline void lstm_backward(Type type, const void* given, float* state, float* cel
         widen(type, advanced(gates, type, 4 * (at + r * hidden)), gate.data(), 4 * hidden);
         if (given) widen(type, advanced(given, type, at + r * hidden), above.data(), hidden);
         float* to = grown.data() + r * 4 * hidden;
-        lstm_step_backward(gate.data(), cells + at + r * hidden, before + r * hidden, above.data(), state + (first + r) * hidden,
+        lstm_step_backward(gate.data(), cells + at + r * hidden, before + r * hidden, above.data(), below.data() + r * width,
                            cell + (first + r) * hidden, to, hidden);
         keep(to, type, advanced(sums, type, 4 * (at + r * hidden)), 4 * hidden);
       }
-      weight.multiply(grown.data(), state + first * hidden, rows, false);
+      weight.multiply({grown.data(), 4 * hidden, 1}, below.data(), width, rows, 4 * hidden, hidden, false);
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      std::copy(below.data() + r * width, below.data() + r * width + hidden, state + (first + r) * hidden);
     }
   });
 }
@@ -97,22 +133,19 @@ inline void check_dense(std::initializer_list<Tensor> tensors) {
   for (const Tensor& x : tensors) TORCH_CHECK(x.is_contiguous() && x.is_cpu(), "the steps of an LSTM want dense CPU tensors");
 }
 
-inline void lstm_forward_cpu(Tensor gates, const Tensor& state, const Tensor& cell, const Tensor& right, Tensor out,
-                             Tensor cells, bool reverse) {
-  check_dense({gates, state, cell, right, out, cells});
-  const int64_t length = out.size(0), batch = out.size(1), hidden = out.size(2);
-  lstm_forward(gates.mutable_data_ptr<float>(), state.const_data_ptr<float>(), cell.const_data_ptr<float>(), Blocks(right),
-               out.scalar_type(), out.mutable_data_ptr<void>(), cells.mutable_data_ptr<float>(), length, batch, hidden, reverse);
-}
-
 inline void lstm_backward_cpu(const std::optional<Tensor>& given, Tensor state, Tensor cell, const Tensor& gates, const Tensor& cells,
-                              const Tensor& first_cell, const Tensor& right, Tensor sums, bool reverse) {
-  check_dense({state, cell, gates, cells, first_cell, right, sums});
+                              const Tensor& first_cell, const Tensor& w_hh, Tensor sums, bool reverse) {
+  check_dense({state, cell, gates, cells, first_cell, sums});
   if (given.has_value()) check_dense({*given});
   const int64_t length = cells.size(0), batch = cells.size(1), hidden = cells.size(2);
-  lstm_backward(gates.scalar_type(), given.has_value() ? given->const_data_ptr() : nullptr, state.mutable_data_ptr<float>(),
+  const Type type = gates.scalar_type();
+  Right right(4 * hidden, hidden);
+  std::vector<float> packed(right.values());
+  const Tensor weight = in_lines(w_hh, type);
+  right.pack(operand(weight, type), packed.data());
+  lstm_backward(type, given.has_value() ? given->const_data_ptr() : nullptr, state.mutable_data_ptr<float>(),
                 cell.mutable_data_ptr<float>(), gates.const_data_ptr(), cells.const_data_ptr<float>(),
-                first_cell.const_data_ptr<float>(), Blocks(right), sums.mutable_data_ptr<void>(), length, batch, hidden, reverse);
+                first_cell.const_data_ptr<float>(), right, sums.mutable_data_ptr<void>(), length, batch, hidden, reverse);
 }
 
 }  // namespace amp

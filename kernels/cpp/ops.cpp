@@ -20,12 +20,12 @@ void register_all() {
   any.def("conversions() -> (int, int)", &boxed<&counted>);
   any.def("scratch_bytes() -> int", &boxed<&bytes_held>);
   any.def(
-      "lstm_forward(Tensor(a!) gates, Tensor state, Tensor cell, Tensor right, Tensor(b!) out, Tensor(c!) cells, bool reverse)"
-      " -> ()",
-      &boxed<&lstm_forward_cpu>);
+      "lstm_forward(Tensor x, Tensor h, Tensor c, Tensor w_ih, Tensor w_hh, Tensor? b_ih, Tensor? b_hh, bool reverse, bool keeps)"
+      " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+      &boxed<&lstm_layer_cpu>);
   any.def(
       "lstm_backward(Tensor? given, Tensor(a!) state, Tensor(b!) cell, Tensor gates, Tensor cells, Tensor first_cell,"
-      " Tensor right, Tensor(c!) sums, bool reverse) -> ()",
+      " Tensor w_hh, Tensor(c!) sums, bool reverse) -> ()",
       &boxed<&lstm_backward_cpu>);
 
   Library cpu("amp", "CPU");

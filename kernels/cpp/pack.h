@@ -38,7 +38,32 @@ inline Floats load_rounded(const Low* from) {
 }
 #endif
 
-#if AMP_LANES == 16
+#if AMP_LANES == 8
+// Transposes 8 x 8 elements: pairs, then fours, then halves are exchanged.
+template <class Low, class T>
+inline void turn(const T* from, int64_t stride, float* to, int64_t step) {
+  Floats a[8], b[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) a[i] = load_rounded<Low>(from + i * stride);
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
+    b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) {
+    a[i] = _mm256_shuffle_ps(b[i], b[i + 2], 0x44);
+    a[i + 1] = _mm256_shuffle_ps(b[i], b[i + 2], 0xee);
+    a[i + 2] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0x44);
+    a[i + 3] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0xee);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    store(to + i * step, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
+    store(to + (i + 4) * step, _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
+  }
+}
+#elif AMP_LANES == 16
 // Transposes 16 x 16 elements: pairs, then fours, then eights, then halves are exchanged.
 template <class Low, class T>
 inline void turn(const T* from, int64_t stride, float* to, int64_t step) {
@@ -86,12 +111,12 @@ void pack_lines(const T* from, int64_t stride, int64_t rows, int64_t columns, fl
 template <class Low, class T>
 void pack_turned(const T* from, int64_t stride, int64_t rows, int64_t columns, float* to, int64_t step) {
   int64_t r = 0;
-#if AMP_LANES == 16
-  for (; r + 16 <= rows; r += 16) {
+#if AMP_LANES
+  for (; r + AMP_LANES <= rows; r += AMP_LANES) {
     int64_t c = 0;
-    for (; c + 16 <= columns; c += 16) turn<Low>(from + c * stride + r, stride, to + r * step + c, step);
+    for (; c + AMP_LANES <= columns; c += AMP_LANES) turn<Low>(from + c * stride + r, stride, to + r * step + c, step);
     for (; c < columns; ++c) {
-      for (int64_t i = r; i < r + 16; ++i) to[i * step + c] = rounded_one<Low>(from[c * stride + i]);
+      for (int64_t i = r; i < r + AMP_LANES; ++i) to[i * step + c] = rounded_one<Low>(from[c * stride + i]);
     }
   }
 #endif

@@ -4,18 +4,11 @@
 // Rounding is to nearest, ties to even, and NaN stays NaN: bit-identical to torch's own casts (a test checks it).
 #pragma once
 
-#include <cstdint>
-
 #include "numbers.h"
+#include "vectors.h"
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#if AMP_LANES
 #include <immintrin.h>
-#define AMP_LANES 16
-#elif defined(__AVX2__) && defined(__F16C__) && defined(__FMA__)
-#include <immintrin.h>
-#define AMP_LANES 8
-#else
-#define AMP_LANES 0
 #endif
 
 namespace amp {

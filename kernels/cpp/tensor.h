@@ -15,13 +15,6 @@
 #include "loops.h"
 #include "torch_c.h"
 
-// The product of blocks is oneDNN's, as torch exports it for AVX-512. It is no C function, but takes numbers and pointers
-// only. The references are weak: in a torch without them, they are null.
-void torch_brgemm(int64_t m, int64_t n, int64_t k, int64_t step_a, int64_t step_b, int64_t step_c, bool adds, const float* a,
-                  const float* b, float* c, bool vnni) __asm__("_ZN2at6native7cpublas6brgemmEllllllbPKfS3_Pfb")
-    __attribute__((weak));
-void torch_brgemm_release(bool vnni) __asm__("_ZN2at6native7cpublas14brgemm_releaseEb") __attribute__((weak));
-
 namespace amp {
 
 // An error, and its text, which is put together from parts.
@@ -340,16 +333,6 @@ class NoGradGuard {
   bool before_;
 };
 
-namespace native::cpublas {
-
-inline void brgemm(int64_t m, int64_t n, int64_t k, int64_t step_a, int64_t step_b, int64_t step_c, bool adds, const float* a,
-                   const float* b, float* c, bool vnni) {
-  if (!torch_brgemm || !torch_brgemm_release) fail("this torch has no product of blocks");
-  torch_brgemm(m, n, k, step_a, step_b, step_c, adds, a, b, c, vnni);
-}
-inline void brgemm_release(bool vnni) { torch_brgemm_release(vnni); }
-
-}  // namespace native::cpublas
 }  // namespace at
 
 }  // namespace amp

@@ -1,7 +1,7 @@
 // Runs an ATen op on low-precision tensors in fp32: low arguments are widened, and each result is rounded once.
 #pragma once
 
-#include "pointwise.h"
+#include "convolution.h"
 
 namespace amp {
 
@@ -58,15 +58,12 @@ inline Type low_of(std::initializer_list<const Tensor*> tensors) {
   fail("ops computed in fp32 between two roundings are for float16 and bfloat16 tensors");
 }
 
-using Numbers = const std::vector<int64_t>&;
-
 inline AtenTensorHandle wide_convolution_cpu(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
                                              Numbers stride, Numbers padding, Numbers dilation, bool transposed,
                                              Numbers output_padding, int64_t groups) {
   const Type low = low_of({&input, &weight});
-  const bool plain = !transposed && groups == 1 && input.dim() > 2 && all_are(stride, 1) && all_are(padding, 0);
-  const std::optional<Images> x = plain && !bias ? images(input) : std::nullopt;
-  if (x && fits(weight, *x)) return pointwise(input, *x, weight).handed_over();
+  const std::optional<Convolution> c = as_products(input, weight, stride, padding, dilation, transposed, groups);
+  if (c && pays(*c)) return convolution_by_products(*c, input, weight, bias).handed_over();
   Widened wide(low);
   AtenTensorHandle result = nullptr, plus = bias ? wide(*bias) : nullptr;
   succeeds(aoti_torch_cpu_convolution(wide(input), wide(weight), plus ? &plus : nullptr, stride.data(), stride.size(),
@@ -80,28 +77,32 @@ inline std::tuple<AtenTensorHandle, AtenTensorHandle, AtenTensorHandle> wide_con
     Numbers stride, Numbers padding, Numbers dilation, bool transposed, Numbers output_padding, int64_t groups,
     const std::vector<bool>& output_mask) {
   const Type low = low_of({&gradient, &input, &weight});
-  const bool plain = !transposed && groups == 1 && input.dim() > 2 && all_are(stride, 1) && all_are(padding, 0);
-  const std::optional<Images> x = plain && !output_mask[2] ? images(input) : std::nullopt;
-  const std::optional<Images> g = x ? images(gradient) : std::nullopt;
-  if (g && g->last == x->last && g->type == x->type && fits(weight, *x)) {
-    const auto given = [](std::optional<Tensor>& made) {
-      AtenTensorHandle none = nullptr;
-      if (!made) succeeds(aoti_torch_new_uninitialized_tensor(&none));
-      return made ? std::move(*made).handed_over() : none;
-    };
-    auto [of_input, of_weight] = pointwise_backward(*g, input, *x, weight, output_mask[0], output_mask[1]);
-    std::optional<Tensor> none;
-    return {given(of_input), given(of_weight), given(none)};
+  const std::optional<Convolution> c = as_products(input, weight, stride, padding, dilation, transposed, groups);
+  const bool own = c && pays(*c) && usual_order(gradient) && gradient.scalar_type() == low;
+  std::array<std::optional<Tensor>, 3> made;
+  if (own && output_mask[0] && turns_around(*c)) made[0] = gradient_of_images(*c, gradient, input, weight);
+  if (own && output_mask[1]) made[1] = gradient_of_filters(*c, gradient, weight);
+  if (own && output_mask[2]) made[2] = gradient_of_bias(*c, gradient);
+  std::vector<int32_t> left;  // what torch's own kernel has to do
+  for (size_t i = 0; i < 3; ++i) left.push_back(output_mask[i] && !made[i]);
+  AtenTensorHandle results[3] = {};
+  if (left[0] || left[1] || left[2]) {
+    Widened wide(low);
+    const int64_t* sizes = bias_sizes ? bias_sizes->data() : nullptr;
+    succeeds(aoti_torch_cpu_convolution_backward(
+        wide(gradient), wide(input), wide(weight), bias_sizes ? &sizes : nullptr, bias_sizes ? bias_sizes->size() : 0,
+        stride.data(), stride.size(), padding.data(), padding.size(), dilation.data(), dilation.size(), transposed,
+        output_padding.data(), output_padding.size(), groups, left.data(), left.size(), &results[0], &results[1], &results[2]));
+    for (AtenTensorHandle& result : results) result = rounded_result(result, low);
+  } else {
+    for (AtenTensorHandle& result : results) succeeds(aoti_torch_new_uninitialized_tensor(&result));
   }
-  Widened wide(low);
-  const std::vector<int32_t> mask(output_mask.begin(), output_mask.end());
-  const int64_t* sizes = bias_sizes ? bias_sizes->data() : nullptr;
-  AtenTensorHandle made[3] = {};
-  succeeds(aoti_torch_cpu_convolution_backward(
-      wide(gradient), wide(input), wide(weight), bias_sizes ? &sizes : nullptr, bias_sizes ? bias_sizes->size() : 0,
-      stride.data(), stride.size(), padding.data(), padding.size(), dilation.data(), dilation.size(), transposed,
-      output_padding.data(), output_padding.size(), groups, mask.data(), mask.size(), &made[0], &made[1], &made[2]));
-  return {rounded_result(made[0], low), rounded_result(made[1], low), rounded_result(made[2], low)};
+  for (size_t i = 0; i < 3; ++i) {
+    if (!made[i]) continue;
+    aoti_torch_delete_tensor_object(results[i]);
+    results[i] = std::move(*made[i]).handed_over();
+  }
+  return {results[0], results[1], results[2]};
 }
 
 inline AtenTensorHandle wide_baddbmm_cpu(const Tensor& plus, const Tensor& a, const Tensor& b, double beta, double alpha) {

@@ -150,6 +150,30 @@ def test_any_number_of_threads(threads: int) -> None:
         torch.set_num_threads(before)
 
 
+@settings(max_examples=25)
+@given(
+    rows=st.integers(17, 300), columns=st.integers(17, 300), k=st.sampled_from([1, 64, 768, 769, 1100]),
+    turned=st.booleans(), threads=st.sampled_from([1, 2, 3]), data=st.data(),
+)  # fmt: skip
+def test_a_result_does_not_depend_on_its_neighbours(
+    implementation: str, rows: int, columns: int, k: int, turned: bool, threads: int, data: st.DataObject
+) -> None:
+    """Nor on the number of threads, nor on which operand is packed: a sum is added up in one order."""
+    if implementation == "python":
+        return  # torch's own product adds up as it likes
+    torch.manual_seed(0)
+    a, b = torch.randn(rows, k), torch.randn(columns, k).t() if turned else torch.randn(k, columns)
+    some, few = data.draw(st.integers(17, rows)), data.draw(st.integers(1, columns))
+    before = torch.get_num_threads()
+    whole = cast_matmul(a, b, None, BF16, F32)
+    torch.set_num_threads(threads)
+    try:
+        part = cast_matmul(a[:some], b[:, :few], None, BF16, F32)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(part, whole[:some, :few])
+
+
 def test_operands_are_rounded_and_the_result_once() -> None:
     a = torch.tensor([[1 + 2**-9]])  # rounds to 1 in bf16
     assert cast_matmul(a, torch.tensor([[1.0]]), None, BF16, F32).item() == 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -127,12 +128,23 @@ def wanted_kernel(node: fx.Node) -> tuple[Any, str]:
     return (row.kernel, why) if row is not None and why else (node.target, "")
 
 
+def unread_results(node: fx.Node) -> tuple[int, ...]:
+    """Return the numbers of the results that a kernel computes for a backward, if nothing reads any of them."""
+    row = BY_OP.get(node.target) if isinstance(node.target, OpOverload) else None
+    if row is None or not row.saved or node.kwargs.get("keeps") is False:
+        return ()
+    known = all(user.target is operator.getitem for user in node.users)
+    return row.saved if known and not any(user.args[1] in row.saved for user in node.users) else ()
+
+
 def _lowered(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
-    """No op is left for which the table of kernels has one that should run here."""
+    """No op is left for which the table has a kernel that should run here, and none computes what nothing reads."""
     for node in gm.graph.nodes if ctx.policy.autocast_device is None else ():
         kernel, why = wanted_kernel(node)
         if kernel is not node.target:
             place.fail(f"should be replaced by one of our kernels, {why}.", node)
+        if unread_results(node):
+            place.fail("computes results for a backward that nothing reads.", node)
 
 
 def alike_casts(graph: fx.Graph) -> list[list[fx.Node]]:

@@ -1,0 +1,346 @@
+// Convolutions as products: of the filters with what they are moved over. Some rows of an image's pixels at a time are widened into
+// memory that stays in the cache, with the zeros of the padding around them. There, what one weight is multiplied with for one pixel
+// after the other is one stretch of memory, so nothing is gathered. Sums are fp32's, and each result is rounded once.
+#pragma once
+
+#include "cast_matmul.h"
+
+namespace amp {
+
+using Numbers = const std::vector<int64_t>&;
+
+// Images in memory, each channel's rows of pixels one after the other, and the window that is moved over them. A convolution of one
+// dimension is one of two, with images of one row.
+struct Images {
+  const void* data;
+  Type type;
+  int64_t number, channels, height, width;
+};
+struct Along {  // one dimension of a window
+  int64_t size, stride, padding, dilation;
+  int64_t count;  // of results
+  int64_t reach() const { return dilation * (size - 1); }
+  int64_t phases() const { return std::min(stride, reach() + 1); }
+};
+struct Convolution {
+  Images x;
+  Along down, right;
+  int64_t filters, rows, columns;  // the last two: of the result, as torch sees it
+  int64_t each() const { return down.size * right.size; }
+  int64_t taps() const { return x.channels * each(); }
+  int64_t pixels() const { return down.count * right.count; }
+};
+
+// Rows of pixels in fp32: those that `rows` rows of results need. With a stride, pixels that follow each other for one weight are
+// that far apart in the image: each phase of rows and columns has a plane of its own, where they are neighbours. A row of results has
+// `pitch` places, of which the last ones are of no use.
+struct Frame {
+  const Convolution& c;
+  int64_t rows, height, pitch, plane, channel;
+  Frame(const Convolution& c, int64_t rows)
+      : c(c), rows(rows), height(rows + c.down.reach() / c.down.stride), pitch(c.right.count + c.right.reach() / c.right.stride),
+        plane(height * pitch), channel(c.down.phases() * c.right.phases() * plane) {}
+
+  // The number of places from the first to the last result of some rows.
+  int64_t places(int64_t some) const { return (some - 1) * pitch + c.right.count; }
+  int64_t values(int64_t channels) const { return channels * channel + 4 * PANEL_VECTORS * LANES; }
+
+  // Where the pixels for the weights of some channels begin.
+  std::vector<int32_t> taps(int64_t channels) const {
+    std::vector<int32_t> found;
+    for (int64_t i = 0; i < channels; ++i) {
+      for (int64_t y = 0; y <= c.down.reach(); y += c.down.dilation) {
+        for (int64_t x = 0; x <= c.right.reach(); x += c.right.dilation) {
+          const int64_t phase = y % c.down.stride * c.right.phases() + x % c.right.stride;
+          found.push_back(static_cast<int32_t>(i * channel + phase * plane + y / c.down.stride * pitch + x / c.right.stride));
+        }
+      }
+    }
+    return found;
+  }
+
+  // Fills it for the rows of results from `row` on.
+  void fill(int64_t image, int64_t row, int64_t first_channel, int64_t channels, float* to) const {
+    for (int64_t i = 0; i < channels; ++i) {
+      for (int64_t a = 0; a < c.down.phases(); ++a) {
+        for (int64_t b = 0; b < c.right.phases(); ++b, to += plane) {
+          fill_plane(image * c.x.channels + first_channel + i, row * c.down.stride + a - c.down.padding, b - c.right.padding, to);
+        }
+      }
+    }
+  }
+
+ private:
+  // The rows of an image's plane from `top` on, the columns from `left` on, by the strides.
+  void fill_plane(int64_t number, int64_t top, int64_t left, float* to) const {
+    const int64_t step = c.right.stride;
+    const int64_t begin = std::min(left < 0 ? blocks(-left, step) : 0, pitch);
+    const int64_t end = std::max(std::min(c.x.width > left ? blocks(c.x.width - left, step) : 0, pitch), begin);
+    for (int64_t r = 0; r < height; ++r, to += pitch) {
+      const int64_t y = top + r * c.down.stride;
+      if (y < 0 || y >= c.x.height || begin == end) {
+        std::fill(to, to + pitch, 0.0f);
+        continue;
+      }
+      for (int64_t i = 0; i < begin; ++i) to[i] = 0.0f;
+      const int64_t at = (number * c.x.height + y) * c.x.width + left + begin * step;
+      widen_every(c.x.type, advanced(c.x.data, c.x.type, at), step, to + begin, end - begin);
+      for (int64_t i = end; i < pitch; ++i) to[i] = 0.0f;
+    }
+  }
+};
+
+// Whether products are faster than torch's own kernel (oneDNN's, on widened images), as measured: they are if few places are of no
+// use, and where channels do not fill oneDNN's blocks of 16, or are so few that making these blocks takes its time.
+inline bool pays(const Convolution& c) {
+  const Frame frame(c, c.down.count);
+  const double useful = static_cast<double>(c.pixels()) / (blocks(frame.places(c.down.count), LANES) * LANES);
+  if (c.x.channels % 16 != 0) return useful > 0.7;
+  if (c.each() == 1) return useful > 0.9;
+  return c.down.stride == 1 && c.right.stride == 1 && useful > 0.935 && (LANES == 16 || c.x.channels <= 32);
+}
+
+// Runs f with the next number until there are none, in all threads.
+template <class F>
+void take_turns(int64_t number, bool alone, const F& f) {
+  std::atomic<int64_t> next{0};
+  const auto work = [&](int64_t, int64_t) {
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < number;) f(i);
+  };
+  alone ? work(0, 1) : at::parallel_for(0, at::get_num_threads(), 1, work);
+}
+
+constexpr int64_t FILTERS = 64;  // whose sums are held at a time
+
+// The results of some filters for the rows of a frame.
+struct Stripe {
+  const Frame& frame;
+  const Depths& depths;
+  const float* filters;
+  const std::vector<int32_t>& taps;
+  const float* plus;
+  void* to;
+
+  void run(const float* pixels, int64_t image, int64_t row, int64_t rows, int64_t first, int64_t last) const {
+    const Convolution& c = frame.c;
+    constexpr int64_t WIDE = PANEL_VECTORS * LANES, SOME = 4 * WIDE;
+    const int64_t step = depths.each + GAP, all = frame.places(rows);
+    float* sums = scratch(SUMS).take(FILTERS * SOME);
+    for (int64_t filter = first; filter < last; filter += FILTERS) {
+      const int64_t number = std::min(FILTERS, last - filter);
+      for (int64_t place = 0; place < all; place += SOME) {
+        const int64_t count = std::min(SOME, all - place);
+        for (int64_t part = 0; part < depths.number; ++part) {
+          for (int64_t at = 0; at < count; at += WIDE) {
+            multiply_right_at({filters + (part * c.filters + filter) * step, step, 1}, pixels + place + at,
+                              taps.data() + depths.start(part), blocks(std::min(WIDE, count - at), LANES), sums + at, SOME, number,
+                              depths.size(part), part > 0);
+          }
+        }
+        if (plus) add_to_rows(sums, SOME, plus + filter, number, count);
+        write(sums, SOME, image, row, filter, number, place, count);
+      }
+    }
+  }
+
+ private:
+  void write(const float* sums, int64_t step, int64_t image, int64_t row, int64_t filter, int64_t number, int64_t place,
+             int64_t count) const {
+    const Convolution& c = frame.c;
+    for (int64_t done = 0; done < count;) {
+      const int64_t r = (place + done) / frame.pitch, column = (place + done) % frame.pitch;
+      const int64_t use = std::min(c.right.count - column, count - done);
+      if (use > 0) {
+        const int64_t at = ((image * c.filters + filter) * c.down.count + row + r) * c.right.count + column;
+        finish(c.x.type, sums + done, step, nullptr, advanced(to, c.x.type, at), c.pixels(), number, use);
+      }
+      done += std::min(frame.pitch - column, count - done);
+    }
+  }
+};
+
+// to[image, filter, pixel] = the sums of filters[filter, tap] * x[tap, pixel] + plus[filter].
+inline void convolve(const Convolution& c, const Operand& filters, const float* plus, void* to) {
+  const Depths depths(c.taps());
+  const int64_t m = c.filters, step = depths.each + GAP;
+  const bool alone = c.x.number * c.pixels() * m * c.taps() <= ALONE;
+  const int64_t threads = alone ? 1 : at::get_num_threads();
+  float* packed = scratch(LEFT).take(depths.number * m * step);
+  take_turns(blocks(m, FILTERS) * depths.number, alone, [&](int64_t i) {
+    const int64_t part = i % depths.number, first = i / depths.number * FILTERS, rows = std::min(FILTERS, m - first);
+    pack(filters, first, depths.start(part), rows, depths.size(part), packed + (part * m + first) * step, step);
+  });
+  const Frame one(c, 1);
+  const int64_t per_row = c.x.channels * one.channel / one.height, halo = one.height - 1;
+  const int64_t most = std::max<int64_t>(cache_values() / 2 / per_row - halo, 4);
+  const int64_t stripes = blocks(c.down.count, most), rows = blocks(c.down.count, stripes);
+  const Frame frame(c, rows);
+  const std::vector<int32_t> taps = frame.taps(c.x.channels);
+  const Stripe stripe{frame, depths, packed, taps, plus, to};
+  // With few images, the filters are divided too.
+  const int64_t units = c.x.number * stripes, divided = std::min(units < 2 * threads ? blocks(2 * threads, units) : 1, blocks(m, 16));
+  const int64_t share = blocks(blocks(m, divided), 8) * 8;
+  take_turns(units * divided, alone, [&](int64_t i) {
+    const int64_t first = i % divided * share, last = std::min(first + share, m);
+    if (first >= last) return;
+    const int64_t image = i / divided / stripes, row = i / divided % stripes * rows, some = std::min(rows, c.down.count - row);
+    if (some <= 0) return;
+    float* pixels = scratch(RIGHT).take(frame.values(c.x.channels));
+    frame.fill(image, row, 0, c.x.channels, pixels);
+    stripe.run(pixels, image, row, some, first, last);
+  });
+}
+
+// to[tap, filter] = the sums over all pixels of x[tap, pixel] * gradient[filter, pixel], in fp32, in rows of `Panels(filters)`. The
+// gradient is packed for some stripes at a time, with zeros for the places that are of no use; then each thread takes some channels
+// through all of them, so the order of a sum does not depend on the number of threads.
+inline void convolve_weights(const Convolution& c, const void* gradient, float* to) {
+  constexpr int64_t DEPTH = 512, ROWS = 64;
+  const int64_t n = c.filters, each = c.each();
+  const bool alone = c.x.number * c.pixels() * n * c.taps() <= ALONE;
+  const Panels panels(n);
+  const int64_t width = panels.vectors * LANES;
+  const int64_t most = std::max<int64_t>(DEPTH / Frame(c, 1).pitch, 1), stripes = blocks(c.down.count, most);
+  const int64_t rows = blocks(c.down.count, stripes), all = c.x.number * stripes;
+  const Frame frame(c, rows);
+  const int64_t depth = frame.places(rows), group = std::max<int64_t>(PACKED / (depth * width), 1);
+  const int64_t channels = std::min(std::max<int64_t>(ROWS / each, 1), c.x.channels);
+  const std::vector<int32_t> taps = frame.taps(channels);
+  for (int64_t start = 0; start < all; start += group) {
+    const int64_t number = std::min(group, all - start);
+    float* packed = scratch(LEFT).take(number * depth * width);
+    const auto row_of = [&](int64_t i) { return (start + i) % stripes * rows; };
+    const auto rows_of = [&](int64_t i) { return std::max<int64_t>(std::min(rows, c.down.count - row_of(i)), 0); };
+    take_turns(number * panels.number, alone, [&](int64_t turn) {
+      const int64_t i = turn / panels.number, panel = turn % panels.number;
+      const int64_t first = panels.start(panel), wide = panels.width(panel), there = std::min(wide, n - first);
+      float* place = packed + i * depth * width + first * depth;
+      const void* from = advanced(gradient, c.x.type, (start + i) / stripes * n * c.pixels());
+      std::fill(place, place + depth * wide, 0.0f);
+      for (int64_t r = 0; r < rows_of(i); ++r) {
+        pack(Operand{from, c.pixels(), true, c.x.type, c.x.type}, (row_of(i) + r) * c.right.count, first, c.right.count, there,
+             place + r * frame.pitch * wide, wide);
+      }
+    });
+    take_turns(blocks(c.x.channels, channels), alone, [&](int64_t turn) {
+      const int64_t channel = turn * channels, some = std::min(channels, c.x.channels - channel);
+      float* pixels = scratch(RIGHT).take(frame.values(channels));
+      for (int64_t i = 0; i < number; ++i) {
+        if (rows_of(i) == 0) continue;
+        frame.fill((start + i) / stripes, row_of(i), channel, some, pixels);
+        for (int64_t panel = 0; panel < panels.number; ++panel) {
+          multiply_left_at(pixels, taps.data(), packed + i * depth * width + panels.start(panel) * depth,
+                           panels.width(panel) / LANES, to + channel * each * width + panels.start(panel), width, some * each,
+                           frame.places(rows_of(i)), start + i > 0);
+        }
+      }
+    });
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ tensors to products
+
+// What a convolution's arguments say, if it is one that products do as well: of one or two dimensions, in one group, with images in
+// torch's usual order.
+inline bool usual_order(const Tensor& x) {
+  const std::vector<int64_t> strides = at::contiguous_strides(x.sizes());
+  bool same = true;
+  for (size_t i = 0; i < strides.size(); ++i) same &= x.strides()[i] == strides[i];
+  return same;
+}
+
+inline std::optional<Convolution> as_products(const Tensor& x, const Tensor& weight, Numbers stride, Numbers padding,
+                                              Numbers dilation, bool transposed, int64_t groups) {
+  const int64_t dim = x.dim() - 2;
+  const bool known = !transposed && groups == 1 && (dim == 1 || dim == 2) && weight.dim() == x.dim() && usual_order(x) &&
+                     usual_order(weight) && x.scalar_type() == weight.scalar_type() && x.numel() > 0 && weight.numel() > 0 &&
+                     weight.size(1) == x.size(1) && static_cast<int64_t>(stride.size()) == dim &&
+                     static_cast<int64_t>(padding.size()) == dim && static_cast<int64_t>(dilation.size()) == dim;
+  if (!known) return std::nullopt;
+  const auto along = [&](int64_t i) {  // dimension i of two
+    const int64_t d = dim == 1 ? 0 : i;
+    if (dim == 1 && i == 0) return Along{1, 1, 0, 1, 1};
+    const int64_t size = weight.size(2 + d), reach = dilation[d] * (size - 1);
+    return Along{size, stride[d], padding[d], dilation[d], (x.size(2 + d) + 2 * padding[d] - reach - 1) / stride[d] + 1};
+  };
+  Along down = along(0), right = along(1);
+  const int64_t rows = down.count, columns = right.count;
+  if (rows <= 0 || columns <= 0 || down.padding < 0 || right.padding < 0) return std::nullopt;
+  int64_t height = dim == 1 ? 1 : x.size(2), width = x.size(-1);
+  const auto plain = [](const Along& a) { return a.size == 1 && a.stride == 1 && a.padding == 0; };
+  if (plain(down) && plain(right)) {  // the rows of an image are one, or as many as are worth a stripe each
+    const int64_t all = height * width;
+    int64_t parts = 1;
+    while (all / parts > 1024 && all % (2 * parts) == 0) parts *= 2;
+    height = down.count = parts;
+    width = right.count = all / parts;
+  }
+  return Convolution{{x.const_data_ptr(), x.scalar_type(), x.size(0), x.size(1), height, width}, down, right, weight.size(0), rows,
+                     columns};
+}
+
+inline Tensor convolution_by_products(const Convolution& c, const Tensor& x, const Tensor& weight,
+                                      const std::optional<Tensor>& bias) {
+  const Tensor result = x.dim() == 3 ? at::empty({c.x.number, c.filters, c.columns}, c.x.type)
+                                     : at::empty({c.x.number, c.filters, c.rows, c.columns}, c.x.type);
+  std::vector<float> plus(bias ? c.filters : 0);
+  if (bias) {
+    const Tensor dense = bias->contiguous();
+    widen(dense.scalar_type(), dense.const_data_ptr(), plus.data(), c.filters);
+  }
+  const Operand filters{weight.const_data_ptr(), c.taps(), false, c.x.type, c.x.type};
+  convolve(c, filters, bias ? plus.data() : nullptr, result.mutable_data_ptr<void>());
+  tidy();
+  return result;
+}
+
+// The gradient of the images is a convolution of the results' gradient with the filters turned around, if they are moved by one.
+inline bool turns_around(const Convolution& c) {
+  const auto turns = [](const Along& a) { return a.stride == 1 && a.reach() >= a.padding; };
+  return turns(c.down) && turns(c.right);
+}
+
+inline Tensor gradient_of_images(const Convolution& c, const Tensor& gradient, const Tensor& x, const Tensor& weight) {
+  const int64_t channels = c.x.channels, each = c.each(), taps = c.filters * each;
+  std::vector<float> wide(c.filters * channels * each), turned(wide.size());
+  widen(c.x.type, weight.const_data_ptr(), wide.data(), c.filters * channels * each);
+  for (int64_t o = 0; o < c.filters; ++o) {
+    for (int64_t i = 0; i < channels; ++i) {
+      const float* from = wide.data() + (o * channels + i) * each;
+      float* to = turned.data() + i * taps + o * each;
+      for (int64_t t = 0; t < each; ++t) to[t] = from[each - 1 - t];
+    }
+  }
+  const auto back = [](const Along& a, int64_t count) { return Along{a.size, 1, a.reach() - a.padding, a.dilation, count}; };
+  const Convolution around{{gradient.const_data_ptr(), c.x.type, c.x.number, c.filters, c.down.count, c.right.count},
+                           back(c.down, c.x.height), back(c.right, c.x.width), channels, c.x.height, c.x.width};
+  const Tensor result = at::empty(x.sizes(), c.x.type);
+  convolve(around, Operand{turned.data(), taps, false, at::kFloat, at::kFloat}, nullptr, result.mutable_data_ptr<void>());
+  tidy();
+  return result;
+}
+
+inline Tensor gradient_of_filters(const Convolution& c, const Tensor& gradient, const Tensor& weight) {
+  const int64_t width = Panels(c.filters).vectors * LANES, taps = c.taps();
+  float* sums = scratch(SUMS).take(taps * width);
+  convolve_weights(c, gradient.const_data_ptr(), sums);
+  const Tensor result = at::empty(weight.sizes(), c.x.type);
+  float* turned = scratch(TURNED).take(c.filters * taps);
+  pack(Operand{sums, width, true, at::kFloat, at::kFloat}, 0, 0, c.filters, taps, turned, taps);
+  finish(c.x.type, turned, result.mutable_data_ptr<void>(), c.filters * taps);
+  tidy();
+  return result;
+}
+
+inline Tensor gradient_of_bias(const Convolution& c, const Tensor& gradient) {
+  const int64_t each = c.pixels();
+  std::vector<float> sums(c.filters);
+  for (int64_t i = 0; i < c.x.number * c.filters; ++i) {
+    sums[i % c.filters] += total_of(c.x.type, advanced(gradient.const_data_ptr(), c.x.type, i * each), each);
+  }
+  const Tensor result = at::empty({c.filters}, c.x.type);
+  finish(c.x.type, sums.data(), result.mutable_data_ptr<void>(), c.filters);
+  return result;
+}
+
+}  // namespace amp
