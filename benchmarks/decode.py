@@ -113,7 +113,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     made.add_argument("--size", choices=SIZES, default="368 million")
     made.add_argument("--tokens", type=int, default=32)
-    made.add_argument("--variants", nargs="+", choices=("autocast", "converted"), default=["autocast", "converted"])
+    made.add_argument("--variants", nargs="+", choices=("autocast", "converted"), default=["converted"])
     return arguments(made, rounds=5, threads=1)
 
 

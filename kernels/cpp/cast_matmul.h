@@ -11,17 +11,19 @@ constexpr int64_t A_FEW = 16, A_FEW_SUMS = 8;  // rows, where columns of the mat
 constexpr int64_t STRIP = 1 << 14;             // sums that stay in the cache while rows are added to them
 
 inline void dot_rows(const float* rows, const Operand& b, const Result& to, int64_t m, int64_t first, int64_t last, int64_t k) {
-  float sums[A_FEW * STREAMS];
-  for (int64_t column = first; column < last; column += STREAMS) {
-    const int64_t width = std::min(STREAMS, last - column);
+  // Columns whose sums are written at a time: with more than four rows, all rows are to find them in the cache.
+  const int64_t together = m > 4 ? STREAMS : 8 * STREAMS;
+  float sums[A_FEW * 4 * STREAMS];
+  for (int64_t column = first; column < last; column += together) {
+    const int64_t width = std::min(together, last - column);
     if (b.type == at::kFloat && m > 4) {  // round the columns once, not for every four rows
       float* held = scratch(RIGHT).take(STREAMS * k);
       pack(Operand{b.data, b.stride, false, b.type, b.low}, column, 0, width, k, held, k);
-      dot_columns(rows, Operand{held, k, true, at::kFloat, at::kFloat}, 0, sums, STREAMS, width, m, k);
+      dot_columns(rows, Operand{held, k, true, at::kFloat, at::kFloat}, 0, sums, together, width, m, k);
     } else {
-      dot_columns(rows, b, column, sums, STREAMS, width, m, k);
+      dot_columns(rows, b, column, sums, together, width, m, k);
     }
-    to.write(sums, STREAMS, 0, column, m, width);
+    to.write(sums, together, 0, column, m, width);
   }
 }
 

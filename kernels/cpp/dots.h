@@ -25,18 +25,39 @@ __attribute__((noinline)) void dot_rest(int R, int C, const float* lanes, int64_
   }
 }
 
+#if AMP_LANES
+// to[0..7] = the sums of the lanes of eight vectors.
+inline void totals(const Floats* lanes, float* to) {
+#if AMP_LANES == 16
+  const auto half = [&](int i) { return _mm256_add_ps(_mm512_castps512_ps256(lanes[i]), _mm512_extractf32x8_ps(lanes[i], 1)); };
+#else
+  const auto half = [&](int i) { return lanes[i]; };
+#endif
+  const __m256 first = _mm256_hadd_ps(_mm256_hadd_ps(half(0), half(1)), _mm256_hadd_ps(half(2), half(3)));
+  const __m256 second = _mm256_hadd_ps(_mm256_hadd_ps(half(4), half(5)), _mm256_hadd_ps(half(6), half(7)));
+  _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(first), _mm256_extractf128_ps(first, 1)));
+  _mm_storeu_ps(to + 4, _mm_add_ps(_mm256_castps256_ps128(second), _mm256_extractf128_ps(second, 1)));
+}
+#endif
+
 // The sums of R rows and C columns, each contiguous in memory as in a linear layer's weight; rows of sums are `step` apart.
 template <class Low, int R, int C, class B>
 void dot_block(const float* rows, const B* columns, int64_t stride, float* to, int64_t step, int64_t k) {
   int64_t i = 0;
 #if AMP_LANES
+  // The processor finds out by itself that a column is read in order, but it finds out anew for every column and page: the next
+  // columns are fetched while these are read, into the second cache (the first is too small: half as fast).
   Floats lanes[R * C];
   for (int j = 0; j < R * C; ++j) lanes[j] = zeros();
   for (; i + AMP_LANES <= k; i += AMP_LANES) {
     for (int c = 0; c < C; ++c) {
+      __builtin_prefetch(columns + (c + C) * stride + i, 0, 2);
       const Floats x = load_rounded<Low>(columns + c * stride + i);
       for (int r = 0; r < R; ++r) lanes[r * C + c] = multiply_add(load(rows + r * k + i), x, lanes[r * C + c]);
     }
+  }
+  if constexpr (R == 1 && C == 8) {
+    if (i == k) return totals(lanes, to);
   }
   alignas(64) float held[R * C * AMP_LANES];
   for (int j = 0; j < R * C; ++j) store(held + j * AMP_LANES, lanes[j]);
