@@ -109,8 +109,9 @@ def _detached(nodes: list[fx.Node]) -> dict[fx.Node, fx.Node]:
 
 
 def _written_over(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Return the elementwise ops that may write their result over an operand, each with that operand: the graph allocated
-    it, it has the result's dtype and layout, and nothing that may share its memory is read afterwards or returned."""
+    """Return the elementwise ops that may write their result over an operand, each with that operand: the graph
+    allocated it, it has the result's dtype and layout, and nothing that may share its memory is read afterwards or
+    returned."""
     order = {node: place for place, node in enumerate(graph.nodes)}
     if not any(node.target in IN_PLACE for node in order):
         return {}
@@ -148,10 +149,11 @@ def _written_over(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     return found
 
 
-#: ops whose results share memory with nothing, and whose schemas can be trusted to say which are views; what any other op
-#: makes or reads is left alone
+#: ops whose results share memory with nothing, and whose schemas can be trusted to say which are views; what any other
+#: op makes or reads is left alone
 _KNOWN = frozenset({
-    *BINDINGS, *IN_PLACE, torch.ops.amp.cast_matmul.default, *(row.kernel for row in lowering.ALL), aten._to_copy.default,
+    *BINDINGS, *IN_PLACE, torch.ops.amp.cast_matmul.default, *(row.kernel for row in lowering.ALL),
+    aten._to_copy.default,
     aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.stack.default,
     aten._native_batch_norm_legit_no_training.default, aten._native_batch_norm_legit_functional.default,
     aten.native_batch_norm_backward.default, aten.native_layer_norm_backward.default, aten.convolution_backward.default,

@@ -20,6 +20,7 @@ struct Along {  // one dimension of a window
   int64_t size, stride, padding, dilation;
   int64_t count;  // of results
   int64_t reach() const { return dilation * (size - 1); }
+  bool plain() const { return size == 1 && stride == 1 && padding == 0; }
   int64_t phases() const { return std::min(stride, reach() + 1); }
 };
 struct Convolution {
@@ -267,8 +268,7 @@ inline std::optional<Convolution> as_products(const Tensor& x, const Tensor& wei
   const int64_t rows = down.count, columns = right.count;
   if (rows <= 0 || columns <= 0 || down.padding < 0 || right.padding < 0) return std::nullopt;
   int64_t height = dim == 1 ? 1 : x.size(2), width = x.size(-1);
-  const auto plain = [](const Along& a) { return a.size == 1 && a.stride == 1 && a.padding == 0; };
-  if (plain(down) && plain(right)) {  // the rows of an image are one, or as many as are worth a stripe each
+  if (down.plain() && right.plain()) {  // the rows of an image are one, or as many as are worth a stripe each
     const int64_t all = height * width;
     int64_t parts = 1;
     while (all / parts > 1024 && all % (2 * parts) == 0) parts *= 2;
@@ -320,7 +320,25 @@ inline Tensor gradient_of_images(const Convolution& c, const Tensor& gradient, c
   return result;
 }
 
+// The gradient of the filters, for kernels of one pixel and large images: a product for each image, of which the smaller operand is transposed.
+inline Tensor gradient_of_pixels(const Convolution& c, const Tensor& gradient, const Tensor& weight) {
+  const int64_t pixels = c.pixels(), channels = c.x.channels, values = c.filters * channels;
+  std::vector<float> sums(values), more(values);
+  for (int64_t i = 0; i < c.x.number; ++i) {
+    const Operand left{advanced(gradient.const_data_ptr(), c.x.type, i * c.filters * pixels), pixels, false, c.x.type, c.x.type};
+    const Operand right{advanced(c.x.data, c.x.type, i * channels * pixels), pixels, true, c.x.type, c.x.type};
+    const Result to{i == 0 ? sums.data() : more.data(), at::kFloat, channels, nullptr};
+    multiply_many(left, right, to, c.filters, pixels);
+    if (i > 0) add_values(sums.data(), more.data(), values);
+  }
+  const Tensor result = at::empty(weight.sizes(), c.x.type);
+  finish(c.x.type, sums.data(), result.mutable_data_ptr<void>(), values);
+  tidy();
+  return result;
+}
+
 inline Tensor gradient_of_filters(const Convolution& c, const Tensor& gradient, const Tensor& weight) {
+  if (c.down.plain() && c.right.plain() && c.pixels() >= 512) return gradient_of_pixels(c, gradient, weight);
   const int64_t width = Panels(c.filters).vectors * LANES, taps = c.taps();
   float* sums = scratch(SUMS).take(taps * width);
   convolve_weights(c, gradient.const_data_ptr(), sums);

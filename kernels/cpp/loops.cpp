@@ -56,6 +56,13 @@ float total_of(Type type, const void* from, int64_t n) {
   return all;
 }
 
+void add_values(float* values, const float* more, int64_t n) {
+  in_vectors(n, [&](int64_t j, auto zero) {
+    using T = decltype(zero);
+    put(values + j, get<T>(values + j) + get<T>(more + j));
+  });
+}
+
 void add_to_rows(float* values, int64_t step, const float* plus, int64_t rows, int64_t n) {
   for (int64_t r = 0; r < rows; ++r) {
     in_vectors(n, [&](int64_t j, auto zero) { put(values + r * step + j, get<decltype(zero)>(values + r * step + j) + plus[r]); });

@@ -44,6 +44,9 @@ void widen_every(Type type, const void* from, int64_t stride, float* to, int64_t
 // The sum of n values, in fp32.
 float total_of(Type type, const void* from, int64_t n);
 
+// values += more.
+void add_values(float* values, const float* more, int64_t n);
+
 // Adds to the values of each row.
 void add_to_rows(float* values, int64_t step, const float* plus, int64_t rows, int64_t n);
 

@@ -283,34 +283,6 @@ inline Tensor from_blob(void* data, IntArrayRef sizes, TensorOptions options) {
   return from_blob(data, sizes, contiguous_strides(sizes), options);
 }
 
-// torch's own kernels for the CPU, below autograd.
-inline void mm_out(Tensor& out, const Tensor& a, const Tensor& b) { succeeds(aoti_torch_cpu_mm_out(out.get(), a.get(), b.get())); }
-inline void bmm_out(Tensor& out, const Tensor& a, const Tensor& b) {
-  succeeds(aoti_torch_cpu_bmm_out(out.get(), a.get(), b.get()));
-}
-inline void addmm_out(Tensor& out, const Tensor& plus, const Tensor& a, const Tensor& b, double beta = 1, double alpha = 1) {
-  succeeds(aoti_torch_cpu_addmm_out(out.get(), plus.get(), a.get(), b.get(), beta, alpha));
-}
-// Attention by torch's kernel: the result and the logarithms of its sums; and its backward.
-inline std::tuple<Tensor, Tensor> _scaled_dot_product_flash_attention_for_cpu(
-    const Tensor& query, const Tensor& key, const Tensor& value, double dropout, bool causal, const std::optional<Tensor>& mask,
-    std::optional<double> scale) {
-  AtenTensorHandle made[2] = {}, given = mask ? mask->get() : nullptr;
-  succeeds(aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu(query.get(), key.get(), value.get(), dropout, causal,
-                                                                      mask ? &given : nullptr, scale ? &*scale : nullptr,
-                                                                      &made[0], &made[1]));
-  return {Tensor(made[0]), Tensor(made[1])};
-}
-inline std::tuple<Tensor, Tensor, Tensor> _scaled_dot_product_flash_attention_for_cpu_backward(
-    const Tensor& gradient, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out, const Tensor& logs,
-    double dropout, bool causal, const std::optional<Tensor>& mask, std::optional<double> scale) {
-  AtenTensorHandle made[3] = {}, given = mask ? mask->get() : nullptr;
-  succeeds(aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu_backward(
-      gradient.get(), query.get(), key.get(), value.get(), out.get(), logs.get(), dropout, causal, mask ? &given : nullptr,
-      scale ? &*scale : nullptr, &made[0], &made[1], &made[2]));
-  return {Tensor(made[0]), Tensor(made[1]), Tensor(made[2])};
-}
-
 // torch's threads. An exception in one of them is thrown again here.
 template <class F>
 void parallel_for(int64_t begin, int64_t end, int64_t grain, const F& f) {

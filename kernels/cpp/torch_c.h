@@ -53,10 +53,6 @@ AOTITorchError aoti_torch__reinterpret_tensor(AtenTensorHandle tensor, int64_t d
                                               const int64_t* strides, int64_t offset, AtenTensorHandle* result);
 AOTITorchError aoti_torch_copy_(AtenTensorHandle to, AtenTensorHandle from, int32_t non_blocking);
 AOTITorchError aoti_torch_cpu_fill__Scalar(AtenTensorHandle tensor, double value);
-AOTITorchError aoti_torch_cpu_mm_out(AtenTensorHandle out, AtenTensorHandle a, AtenTensorHandle b);
-AOTITorchError aoti_torch_cpu_bmm_out(AtenTensorHandle out, AtenTensorHandle a, AtenTensorHandle b);
-AOTITorchError aoti_torch_cpu_addmm_out(AtenTensorHandle out, AtenTensorHandle plus, AtenTensorHandle a, AtenTensorHandle b,
-                                        double beta, double alpha);
 AOTITorchError aoti_torch_cpu_baddbmm_out(AtenTensorHandle out, AtenTensorHandle plus, AtenTensorHandle a,
                                           AtenTensorHandle b, double beta, double alpha);
 
@@ -70,13 +66,6 @@ AOTITorchError aoti_torch_cpu_convolution_backward(
     const int64_t* dilation, int64_t dilation_length, int32_t transposed, const int64_t* output_padding,
     int64_t output_padding_length, int64_t groups, const int32_t* output_mask, int64_t output_mask_length,
     AtenTensorHandle* input_gradient, AtenTensorHandle* weight_gradient, AtenTensorHandle* bias_gradient);
-AOTITorchError aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu(
-    AtenTensorHandle query, AtenTensorHandle key, AtenTensorHandle value, double dropout, int32_t causal,
-    AtenTensorHandle* mask, double* scale, AtenTensorHandle* out, AtenTensorHandle* logs);
-AOTITorchError aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu_backward(
-    AtenTensorHandle gradient, AtenTensorHandle query, AtenTensorHandle key, AtenTensorHandle value, AtenTensorHandle out,
-    AtenTensorHandle logs, double dropout, int32_t causal, AtenTensorHandle* mask, double* scale,
-    AtenTensorHandle* query_gradient, AtenTensorHandle* key_gradient, AtenTensorHandle* value_gradient);
 
 AOTITorchError torch_parallel_for(int64_t begin, int64_t end, int64_t grain, void (*run)(int64_t, int64_t, void*), void* with);
 AOTITorchError torch_get_num_threads(uint32_t* result);

@@ -230,3 +230,51 @@ def test_any_chain_gives_what_the_graph_gives(names: list[str]) -> None:
     assert run is not None
     for one, other in zip(run([square, square + 1]), gm(square, square + 1), strict=True):
         assert torch.equal(one, other)
+
+
+_MORE = {
+    **_STEPS, "relu": lambda v, w: v.relu(), "sub": lambda v, w: v - w, "twice": lambda v, w: v + v,
+    "turned": lambda v, w: v + v.t(), "row": lambda v, w: v * v[:1], "part": lambda v, w: v[:, :2].relu().repeat(1, 2),
+    "wide": lambda v, w: v[:1] + v, "silu": lambda v, w: torch.nn.functional.silu(v),
+    "exp": lambda v, w: (-v.abs()).exp(),
+}  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(_MORE)), st.integers(0, 3), st.booleans()), min_size=1, max_size=9),
+    st.integers(0, 9),
+)
+def test_writing_over_operands_changes_nothing(names: list[tuple[str, int, bool]], kept: int) -> None:
+    """Any program that reads older values again, also by views: results are the graph's, inputs stay as they are."""
+
+    def forward(v: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        values = [v]
+        for name, back, mixed in names:
+            value = _MORE[name](values[-1 - min(back, len(values) - 1)], w)
+            values.append(value + values[0] if mixed else value)
+        return values[-1], values[min(kept, len(values) - 1)] * 2, values[min(kept, len(values) - 1)]
+
+    inputs = [square / 16, square / 8 + 1]
+    copies = [x.clone() for x in inputs]
+    gm = functional(forward, *inputs)
+    expected = gm(*inputs)
+    run = straight_line(gm)
+    assert run is not None
+    for one, other in zip(run(list(inputs)), expected, strict=True):
+        assert torch.equal(one.nan_to_num(), other.nan_to_num())
+        assert one.stride() == other.stride()
+    assert all(torch.equal(x, copy) for x, copy in zip(inputs, copies, strict=True))
+
+
+def test_an_operand_that_nothing_reads_is_written_over() -> None:
+    def forward(v: Tensor, w: Tensor) -> Tensor:
+        return ((v @ w) + v).relu() * w  # three results in the memory of the product
+
+    run = straight_line(functional(forward, square, square))
+    assert run is not None
+    with torch.profiler.profile() as profile:
+        run([square, square])
+    called = {event.key for event in profile.key_averages()}
+    assert {"aten::add_", "aten::relu_", "aten::mul_"} <= called
+    assert not called & {"aten::add", "aten::relu", "aten::mul"}
