@@ -25,13 +25,15 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
     if ctx.policy.autocast_device is not None:
         return False
     modified = False
-    for node in gm.graph.nodes:
+    for node in list(gm.graph.nodes):
         kernel, why = wanted_kernel(node)
         if why:
             node.meta[ir.KERNEL] = why
         if kernel is not node.target:
             node.target, modified = kernel, True
         if unread := unread_results(node):
+            for dead in [user for user in node.users if user.args[1] in unread]:
+                gm.graph.erase_node(dead)
             node.kwargs = {**node.kwargs, "keeps": False}
             results = node.meta["val"]
             node.meta["val"] = tuple(_emptied(v) if i in unread else v for i, v in enumerate(results))

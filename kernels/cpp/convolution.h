@@ -91,10 +91,14 @@ struct Frame {
   }
 };
 
+// The fewest rows of results that are worth a frame: for fewer, those that windows share are widened too often.
+inline int64_t fewest_rows(const Convolution& c) { return std::min<int64_t>(c.down.reach() == 0 ? 1 : 4, c.down.count); }
+
 // Whether products are faster than torch's own kernel (oneDNN's, on widened images), as measured: they are if few places are of no
 // use, and where channels do not fill oneDNN's blocks of 16, or are so few that making these blocks takes its time.
 inline bool pays(const Convolution& c) {
   const Frame frame(c, c.down.count);
+  if (c.x.channels * Frame(c, fewest_rows(c)).channel > 4 * cache_values()) return false;  // long rows do not stay in the cache
   const double useful = static_cast<double>(c.pixels()) / (blocks(frame.places(c.down.count), LANES) * LANES);
   if (c.x.channels % 16 != 0) return useful > 0.7;
   if (c.each() == 1) return useful > 0.9;
@@ -173,7 +177,7 @@ inline void convolve(const Convolution& c, const Operand& filters, const float* 
   });
   const Frame one(c, 1);
   const int64_t per_row = c.x.channels * one.channel / one.height, halo = one.height - 1;
-  const int64_t most = std::max<int64_t>(cache_values() / 2 / per_row - halo, 4);
+  const int64_t most = std::max(cache_values() / 2 / per_row - halo, fewest_rows(c));
   const int64_t stripes = blocks(c.down.count, most), rows = blocks(c.down.count, stripes);
   const Frame frame(c, rows);
   const std::vector<int32_t> taps = frame.taps(c.x.channels);
@@ -271,7 +275,7 @@ inline std::optional<Convolution> as_products(const Tensor& x, const Tensor& wei
   if (down.plain() && right.plain()) {  // the rows of an image are one, or as many as are worth a stripe each
     const int64_t all = height * width;
     int64_t parts = 1;
-    while (all / parts > 1024 && all % (2 * parts) == 0) parts *= 2;
+    while (all / parts > 256 && all % (2 * parts) == 0) parts *= 2;
     height = down.count = parts;
     width = right.count = all / parts;
   }

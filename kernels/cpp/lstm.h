@@ -59,10 +59,15 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> lstm_layer_cpu(const T
                                                                          const std::optional<Tensor>& b_hh, bool reverse,
                                                                          bool keeps) {
   const Type type = x.scalar_type();
+  const auto check = [](const Tensor& one) {
+    TORCH_CHECK(one.scalar_type() != Type::Other && one.is_cpu(), "an LSTM layer is for float32, float16 and bfloat16 on a CPU");
+  };
+  for (const Tensor* one : {&x, &h, &c, &w_ih, &w_hh}) check(*one);
   const int64_t length = x.size(0), batch = x.size(1), hidden = w_hh.size(1);
   std::vector<float> plus;
   for (const std::optional<Tensor>& bias : {b_ih, b_hh}) {
     if (!bias) continue;
+    check(*bias);
     const std::vector<float> more = in_fp32(*bias);
     if (plus.empty()) plus.resize(more.size());
     for (size_t i = 0; i < more.size(); ++i) plus[i] += more[i];

@@ -63,7 +63,7 @@ inline AtenTensorHandle wide_convolution_cpu(const Tensor& input, const Tensor& 
                                              Numbers output_padding, int64_t groups) {
   const Type low = low_of({&input, &weight});
   const std::optional<Convolution> c = as_products(input, weight, stride, padding, dilation, transposed, groups);
-  if (c && pays(*c)) return convolution_by_products(*c, input, weight, bias).handed_over();
+  if (c && pays(*c) && (!bias || bias->scalar_type() != Type::Other)) return convolution_by_products(*c, input, weight, bias).handed_over();
   Widened wide(low);
   AtenTensorHandle result = nullptr, plus = bias ? wide(*bias) : nullptr;
   succeeds(aoti_torch_cpu_convolution(wide(input), wide(weight), plus ? &plus : nullptr, stride.data(), stride.size(),

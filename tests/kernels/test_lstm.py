@@ -113,6 +113,20 @@ def test_the_cell_is_not_rounded_on_its_way() -> None:
     assert c.item() == 1.0625
 
 
+def test_what_only_a_backward_reads_is_left_out() -> None:
+    args = operands(3, 2, 4, 5, BF16)
+    whole, short = op(*args, False), op(*args, False, False)
+    assert all(torch.equal(one, other) for one, other in zip(whole[:3], short[:3], strict=True))
+    assert [len(x) for x in short[3:]] == [0, 0]
+
+
+def test_other_dtypes_are_refused(implementation: str) -> None:
+    args = [a.double() for a in operands(3, 2, 4, 5, F32)]
+    told = "float32, float16 and bfloat16 on a CPU" if implementation == "compiled" else "same dtype"
+    with pytest.raises(RuntimeError, match=told):
+        op(*args, False)
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_opcheck(dtype: torch.dtype) -> None:
     args = operands(3, 2, 4, 5, dtype)

@@ -134,7 +134,7 @@ def unread_results(node: fx.Node) -> tuple[int, ...]:
     if row is None or not row.saved or node.kwargs.get("keeps") is False:
         return ()
     known = all(user.target is operator.getitem for user in node.users)
-    return row.saved if known and not any(user.args[1] in row.saved for user in node.users) else ()
+    return row.saved if known and not any(user.args[1] in row.saved and user.users for user in node.users) else ()
 
 
 def _lowered(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
