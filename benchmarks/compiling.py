@@ -160,7 +160,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--layers", type=int, default=2)
     made.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     made.add_argument("--imports", type=int, default=9, help="processes of each import; 0: none")
-    return arguments(made, rounds=5, threads=1)
+    return arguments(made, rounds=3, threads=1)
 
 
 def main() -> int:
