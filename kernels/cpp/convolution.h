@@ -105,12 +105,13 @@ inline bool pays(const Convolution& c) {
   return c.down.stride == 1 && c.right.stride == 1 && useful > 0.935 && (LANES == 16 || c.x.channels <= 32);
 }
 
-// Runs f with the next number until there are none, in all threads.
+// Runs f with the next number until there are none, in all threads. Of the scratch memory, RIGHT is each thread's own.
 template <class F>
 void take_turns(int64_t number, bool alone, const F& f) {
   std::atomic<int64_t> next{0};
   const auto work = [&](int64_t, int64_t) {
     for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < number;) f(i);
+    scratch(RIGHT).tidy();
   };
   alone ? work(0, 1) : at::parallel_for(0, at::get_num_threads(), 1, work);
 }
@@ -197,18 +198,19 @@ inline void convolve(const Convolution& c, const Operand& filters, const float* 
 }
 
 // to[tap, filter] = the sums over all pixels of x[tap, pixel] * gradient[filter, pixel], in fp32, in rows of `Panels(filters)`. The
-// gradient is packed for some stripes at a time, with zeros for the places that are of no use; then each thread takes some channels
-// through all of them, so the order of a sum does not depend on the number of threads.
+// gradient is packed for some stripes at a time; then each thread takes some channels through all of them, so the order of a sum does
+// not depend on the number of threads. Rows of pixels are taken one by one if there are places of no use between them: these may hold
+// an infinity, which even a gradient of zero would spread.
 inline void convolve_weights(const Convolution& c, const void* gradient, float* to) {
   constexpr int64_t DEPTH = 512, ROWS = 64;
-  const int64_t n = c.filters, each = c.each();
+  const int64_t n = c.filters, each = c.each(), count = c.right.count;
   const bool alone = c.x.number * c.pixels() * n * c.taps() <= ALONE;
   const Panels panels(n);
   const int64_t width = panels.vectors * LANES;
-  const int64_t most = std::max<int64_t>(DEPTH / Frame(c, 1).pitch, 1), stripes = blocks(c.down.count, most);
-  const int64_t rows = blocks(c.down.count, stripes), all = c.x.number * stripes;
+  const int64_t most = std::max<int64_t>(DEPTH / count, 1), stripes = blocks(c.down.count, most);
+  const int64_t rows = blocks(c.down.count, stripes), all = c.x.number * stripes, depth = rows * count;
   const Frame frame(c, rows);
-  const int64_t depth = frame.places(rows), group = std::max<int64_t>(PACKED / (depth * width), 1);
+  const int64_t group = std::max<int64_t>(PACKED / (depth * width), 1);
   const int64_t channels = std::min(std::max<int64_t>(ROWS / each, 1), c.x.channels);
   const std::vector<int32_t> taps = frame.taps(channels);
   for (int64_t start = 0; start < all; start += group) {
@@ -221,22 +223,22 @@ inline void convolve_weights(const Convolution& c, const void* gradient, float* 
       const int64_t first = panels.start(panel), wide = panels.width(panel), there = std::min(wide, n - first);
       float* place = packed + i * depth * width + first * depth;
       const void* from = advanced(gradient, c.x.type, (start + i) / stripes * n * c.pixels());
-      std::fill(place, place + depth * wide, 0.0f);
-      for (int64_t r = 0; r < rows_of(i); ++r) {
-        pack(Operand{from, c.pixels(), true, c.x.type, c.x.type}, (row_of(i) + r) * c.right.count, first, c.right.count, there,
-             place + r * frame.pitch * wide, wide);
-      }
+      if (there < wide) std::fill(place, place + depth * wide, 0.0f);
+      pack(Operand{from, c.pixels(), true, c.x.type, c.x.type}, row_of(i) * count, first, rows_of(i) * count, there, place, wide);
     });
     take_turns(blocks(c.x.channels, channels), alone, [&](int64_t turn) {
       const int64_t channel = turn * channels, some = std::min(channels, c.x.channels - channel);
       float* pixels = scratch(RIGHT).take(frame.values(channels));
       for (int64_t i = 0; i < number; ++i) {
-        if (rows_of(i) == 0) continue;
-        frame.fill((start + i) / stripes, row_of(i), channel, some, pixels);
-        for (int64_t panel = 0; panel < panels.number; ++panel) {
-          multiply_left_at(pixels, taps.data(), packed + i * depth * width + panels.start(panel) * depth,
-                           panels.width(panel) / LANES, to + channel * each * width + panels.start(panel), width, some * each,
-                           frame.places(rows_of(i)), start + i > 0);
+        const int64_t left = rows_of(i), together = frame.pitch == count ? left : 1;  // rows of pixels that are one
+        if (left > 0) frame.fill((start + i) / stripes, row_of(i), channel, some, pixels);
+        for (int64_t panel = 0; left > 0 && panel < panels.number; ++panel) {
+          const float* rest = packed + i * depth * width + panels.start(panel) * depth;
+          for (int64_t r = 0; r < left; r += together) {
+            multiply_left_at(pixels + r * frame.pitch, taps.data(), rest + r * count * panels.width(panel),
+                             panels.width(panel) / LANES, to + channel * each * width + panels.start(panel), width, some * each,
+                             together * count, start + i + r > 0);
+          }
         }
       }
     });
@@ -245,8 +247,6 @@ inline void convolve_weights(const Convolution& c, const void* gradient, float* 
 
 // ------------------------------------------------------------------------------------------------ tensors to products
 
-// What a convolution's arguments say, if it is one that products do as well: of one or two dimensions, in one group, with images in
-// torch's usual order.
 inline bool usual_order(const Tensor& x) {
   const std::vector<int64_t> strides = at::contiguous_strides(x.sizes());
   bool same = true;
@@ -254,6 +254,8 @@ inline bool usual_order(const Tensor& x) {
   return same;
 }
 
+// What a convolution's arguments say, if it is one that products do as well: of one or two dimensions, in one group, with images in
+// torch's usual order.
 inline std::optional<Convolution> as_products(const Tensor& x, const Tensor& weight, Numbers stride, Numbers padding,
                                               Numbers dilation, bool transposed, int64_t groups) {
   const int64_t dim = x.dim() - 2;
@@ -324,7 +326,8 @@ inline Tensor gradient_of_images(const Convolution& c, const Tensor& gradient, c
   return result;
 }
 
-// The gradient of the filters, for kernels of one pixel and large images: a product for each image, of which the smaller operand is transposed.
+// The gradient of the filters, for kernels of one pixel and large images: a product for each image, of which the smaller operand is
+// transposed.
 inline Tensor gradient_of_pixels(const Convolution& c, const Tensor& gradient, const Tensor& weight) {
   const int64_t pixels = c.pixels(), channels = c.x.channels, values = c.filters * channels;
   std::vector<float> sums(values), more(values);

@@ -159,11 +159,11 @@ def test_a_result_does_not_depend_on_its_neighbours(
     implementation: str, rows: int, columns: int, k: int, turned: bool, threads: int, data: st.DataObject
 ) -> None:
     """Nor on the number of threads, nor on which operand is packed: a sum is added up in one order."""
-    if implementation == "python":
-        return  # torch's own product adds up as it likes
     torch.manual_seed(0)
     a, b = torch.randn(rows, k), torch.randn(columns, k).t() if turned else torch.randn(k, columns)
     some, few = data.draw(st.integers(17, rows)), data.draw(st.integers(1, columns))
+    if implementation == "python":  # torch's own product adds up in an order of its own: within the bound
+        return check(a[:some], b[:, :few], None, BF16, F32)
     before = torch.get_num_threads()
     whole = cast_matmul(a, b, None, BF16, F32)
     torch.set_num_threads(threads)

@@ -157,6 +157,29 @@ def test_any_window(window: Any, biased: bool, dtype: torch.dtype, threads: int)
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("place", [(0, 0), (3, 19), (7, 0)], ids=str)
+def test_what_is_not_finite_reaches_only_what_reads_it(place: tuple[int, int], value: float) -> None:
+    """A pixel at the edge of an image, or of its gradient, has no part in the sums of some weights and pixels. (Not
+    compared: the weights' gradient from an infinite gradient, which is multiplied with the zeros of the padding.)"""
+    torch.manual_seed(0)
+    w, rest = torch.randn(5, 3, 3, 3), ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    x, g = torch.randn(2, 3, 8, 20), torch.randn(2, 5, 8, 20)
+    for spoiled in (x, g):
+        before = spoiled[(1, 2, *place)].clone()
+        spoiled[(1, 2, *place)] = value
+        cases: list[tuple[Any, tuple[Tensor, ...], tuple[Any, ...]]] = [
+            (aten.convolution.default, (x, w), (None, *rest)),
+            (aten.convolution_backward.default, (g, x, w), ([5], *rest, [True, spoiled is x, True])),
+        ]
+        for op, tensors, more in cases:
+            low = [t.half() for t in tensors]
+            for mine, wide in zip(leaves(FORMS[op](*low, *more)), leaves(op(*tensors, *more)), strict=True):
+                assert (mine is None) == (wide is None)
+                assert mine is None or wide is None or torch.equal(mine.isfinite(), wide.isfinite())
+        spoiled[(1, 2, *place)] = before
+
+
 def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu.choose(torch.bfloat16, "wide").wide
     assert cpu.choose(torch.bfloat16, "python").wide
