@@ -12,8 +12,9 @@ module; then, for each pair of nodes:
 7. other code in one of them only (``if x.dtype == torch.float16: x = x.clamp(...)``)  →  what it touches stays fp32,
    and the user is told which line it is
 
-It writes ``node.meta["amp_origin"]``. Without a twin nothing depends on dtypes, and it does nothing; but code that is
-captured again may have ``ctx.verdicts`` from its first capture instead, which are written on the same nodes.
+It writes ``node.meta["amp_origin"]``. Code that only passes dtypes on needs no twin (``ctx.followed``): capture has
+noted whose dtype each call names, and instead each op is run again on low fakes (``amp_compiler/ir/low_values.py``).
+Where the code asks for no dtype there is neither, and the pass does nothing.
 Requires: normalized. Ensures: origin. A second run changes nothing.
 """
 
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,14 +32,12 @@ from torch import fx
 from amp_compiler import ir
 from amp_compiler.common.torch_names import pytree
 from amp_compiler.ir import Origin
-from amp_compiler.ir.verdicts import Verdicts
+from amp_compiler.ir.low_values import LIFTS, asked, low_origins
 from amp_compiler.policy import dtype_name
 from amp_compiler.rewrite.base import Context, Dialect, Pass
 from amp_compiler.rewrite.facts import NORMALIZED, ORIGIN
 
 aten = torch.ops.aten
-#: ops that a tracer inserts after a constant tensor of the code
-LIFTS = ("lift_fresh_copy", "lift_fresh", "lift")
 #: nodes of a trace that compute nothing
 SILENT = ("_assert_tensor_metadata", "_enter_autocast", "_exit_autocast", "_set_grad_enabled", "scope")
 Pairs = dict[fx.Node, fx.Node]
@@ -47,15 +46,14 @@ _GENERATED = re.compile(r"<eval_with_key>\.\d+")
 
 
 def run(gm: fx.GraphModule, ctx: Context) -> bool:
+    if ctx.followed:
+        modified = _spell_out(gm)
+        return _write(low_origins(gm, ctx.policy.low)) or modified
     if ctx.twin is None:
-        return ctx.verdicts is not None and _reuse(gm, ctx, ctx.verdicts)
+        return False
     before = _structure(gm)
-    comparison = _Comparison(gm, ctx.twin, ctx)
-    modified = comparison.run()
-    if _structure(gm) == before:
-        if ctx.verdicts is not None and comparison.is_whole:
-            ctx.verdicts.learn(gm)
-    else:
+    modified = _Comparison(gm, ctx.twin, ctx).run()
+    if _structure(gm) != before:
         gm.recompile()
     return modified
 
@@ -64,12 +62,12 @@ def _structure(gm: fx.GraphModule) -> list[Any]:
     return [(node, node.target, node.args, node.kwargs) for node in gm.graph.nodes]
 
 
-def _reuse(gm: fx.GraphModule, ctx: Context, known: Verdicts) -> bool:
-    before = [ir.origin(node) for node in gm.graph.nodes]
-    if not known.apply(gm):
-        ctx.notes.append("the model's code reads dtypes and was captured again with other ops, so every cast in it to "
-                         "float32 counts as the author's")  # fmt: skip
-    return before != [ir.origin(node) for node in gm.graph.nodes]
+def _write(found: Mapping[fx.Node, Origin]) -> bool:
+    """Write what is known about nodes into their meta, and return whether any of it is new."""
+    new = {node: origin for node, origin in found.items() if node.meta.get(ir.ORIGIN) != origin}
+    for node, origin in new.items():
+        node.meta[ir.ORIGIN] = origin
+    return bool(new)
 
 
 class _Comparison:
@@ -100,17 +98,8 @@ class _Comparison:
         for theirs in self.calls(self.twin):
             if theirs not in self.ours and not self.skipped_cast(theirs):
                 self.guarded(theirs)
-        for node, new in self.found.items():
-            if node.meta.get(ir.ORIGIN) != new:
-                node.meta[ir.ORIGIN] = new
-                self.modified = True
+        self.modified |= _write(self.found)
         return self.modified
-
-    @property
-    def is_whole(self) -> bool:
-        """True if every op of each graph has its partner in the other, and none has graphs inside."""
-        calls = self.calls(self.twin)
-        return all(n in self.ours for n in calls) and not any(ir.is_higher_order(n) for n in calls)
 
     # ----------------------------------------------------------------------------------------- alignment
 
@@ -153,24 +142,15 @@ class _Comparison:
 
     def spelled_out(self, ours: fx.Node, theirs: fx.Node) -> fx.Node:
         """Return a constant of one value whose dtype followed another as a ``full`` node; other nodes unchanged."""
-        if ours.op != "call_function" or ir.op_name(ours) not in LIFTS or ir.op_name(theirs) not in LIFTS:
-            return ours
-        mine, low = ir.constant(self.gm, ours.args[0]), ir.constant(self.twin, theirs.args[0])
+        mine, low = _lifted(self.gm, ours), _lifted(self.twin, theirs)
         if mine is None or low is None or mine.dtype is not torch.float32 or low.dtype is not self.low:
             return ours
-        if not all(bool((t == t.flatten()[0]).all()) for t in (mine, low) if t.numel()):
+        if not _is_of_one_value(mine) or not _is_of_one_value(low):
             return ours
-        value, limit = (float(t.flatten()[0]) if t.numel() else 0.0 for t in (mine, low))
-        with self.gm.graph.inserting_before(ours):
-            new = self.gm.graph.create_node(
-                "call_function", aten.full.default, (list(mine.shape), value),
-                {"dtype": torch.float32, "device": mine.device, "pin_memory": False},
-            )  # fmt: skip
-        new.meta.update(ours.meta)
-        numbers = (("fill_value", limit),) if limit != float(mine.new_tensor(value).to(self.low)) else ()
-        new.meta[ir.ORIGIN] = Origin(True, self.low, numbers, of=self.asked(ours, theirs))
-        ours.replace_all_uses_with(new)
-        self.gm.graph.erase_node(ours)
+        limit, of = _first(low), self.asked(ours, theirs)
+        new = _as_full(self.gm, ours, mine)
+        numbers = (("fill_value", limit),) if limit != float(mine.new_tensor(_first(mine)).to(self.low)) else ()
+        new.meta[ir.ORIGIN] = Origin(True, self.low, numbers, of=of)
         self.modified = True
         return new
 
@@ -198,7 +178,7 @@ class _Comparison:
         """Return the name of the node whose dtype a cast names: explicit in ``x.to(y)``, followed in the trace for
         ``x.to(y.dtype)``."""
         if key in ours.meta:
-            return str(ours.meta[key])
+            return asked(ours, key)
         found = self.by_name.get(theirs.meta.get(key, ""))
         other = self.ours.get(found) if found is not None else None
         return other.name if other is not None else ""
@@ -267,6 +247,48 @@ class _Comparison:
         if not isinstance(source, fx.Node):
             return False
         return ir.is_eligible(ir.tensor_of(source)) and ir.is_eligible(ir.tensor_of(theirs))
+
+
+# --------------------------------------------------------------------------------------------- constants
+
+
+def _lifted(gm: fx.GraphModule, node: fx.Node) -> torch.Tensor | None:
+    """Return the constant tensor of the code that a node stands for, or None."""
+    return ir.constant(gm, node.args[0]) if node.op == "call_function" and ir.op_name(node) in LIFTS else None
+
+
+def _is_of_one_value(constant: torch.Tensor) -> bool:
+    return bool((constant == _first(constant)).all())
+
+
+def _first(constant: torch.Tensor) -> float:
+    return float(constant.flatten()[0]) if constant.numel() else 0.0
+
+
+def _as_full(gm: fx.GraphModule, node: fx.Node, constant: torch.Tensor) -> fx.Node:
+    """Replace a node that stands for an fp32 constant of one value by ``full``, which names its dtype."""
+    with gm.graph.inserting_before(node):
+        new = gm.graph.create_node(
+            "call_function", aten.full.default, (list(constant.shape), _first(constant)),
+            {"dtype": torch.float32, "device": constant.device, "pin_memory": False},
+        )  # fmt: skip
+    new.meta.update(node.meta)
+    node.replace_all_uses_with(new)
+    gm.graph.erase_node(node)
+    return new
+
+
+def _spell_out(gm: fx.GraphModule) -> bool:
+    """Write the constants of one value whose dtype was that of another tensor as ``full``."""
+    modified = False
+    for node in list(gm.graph.nodes):
+        constant = _lifted(gm, node) if ir.DTYPE_OF in node.meta else None
+        if constant is not None and constant.dtype is torch.float32 and _is_of_one_value(constant):
+            _as_full(gm, node, constant)
+            modified = True
+    if modified:
+        gm.recompile()
+    return modified
 
 
 # ----------------------------------------------------------------------------------------------- helpers

@@ -7,8 +7,9 @@
   ``remedies.py`` advises users on graph breaks.
 - Lowering to pre-dispatch ATen: ``lower.py``, with ``interpreter.py`` (runs the graph under the tracer),
   ``higher_order.py``, ``vmap.py``, ``recurrent.py`` (ops that need care) and ``origin.py`` (names and module paths).
-- The twin, the same code in low precision: ``dtype_reads.py`` (finds out whether one is needed), ``twin.py``,
-  ``promotion.py``, ``patching.py``.
+- Code that reads dtypes: ``dtype_reads.py`` finds it, ``followed.py`` follows dtypes to the calls that name them, and
+  where that is not enough, ``twin.py`` traces the same code in low precision, with ``promotion.py``; both use
+  ``patching.py``.
 - ``program.py`` takes ExportedPrograms apart and rebuilds them; ``autodiff.py`` passes a rewritten graph to AOTAutograd
   and runs the result.
 

@@ -14,6 +14,9 @@ import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
 
+from ..ir.low_values import is_followed
+from . import followed
+
 #: names in a function's code by which it can learn the dtype of a tensor
 DTYPE_NAMES = frozenset({
     "dtype", "finfo", "type_as", "type", "element_size", "itemsize", "nbytes", "result_type", "promote_types",
@@ -46,59 +49,36 @@ def _asks(code: CodeType) -> bool:
     return bool(names & DTYPE_NAMES)
 
 
-def may_branch_on_dtype() -> bool:
-    """True if the code that Dynamo has traced may take another path in low precision. Its second trace then depends on
-    more than its ops show: ``if self.training and x.dtype == torch.float16: x = x.clamp(...)``."""
-    codes = torch._guards.TracingContext.get_traced_code() or ()
-    return any(_branches(code) for code in codes if not code.co_filename.startswith(_NOT_THE_MODEL))
+def all_followed(gm: fx.GraphModule, lowered: fx.GraphModule) -> bool:
+    """True if every dtype that the code behind a Dynamo graph asked for was followed to the calls that name it
+    (``followed.py``), and into the lowered graph. The graph then needs no twin."""
+    reading = followed.current()
+    if reading is None or not reading.is_whole or not is_followed(lowered):
+        return False
+    traced = torch._guards.TracingContext.get_traced_code() or ()
+    python = [node.target.__code__ for node in gm.graph.nodes if hasattr(node.target, "__code__")]
+    return not any(_asks(code) for code in python) and not any(
+        _asks_otherwise(code) for code in traced if not code.co_filename.startswith(_NOT_THE_MODEL)
+    )
 
 
-#: these are the same in every floating-point dtype
-_SAME_FOR_FLOATS = frozenset({"is_floating_point"})
-_NOT_FLOATS = frozenset({"bool", "uint8", "int8", "int16", "short", "int32", "int", "int64", "long"})
-_JUMPS = ("POP_JUMP", "JUMP_IF")
-_COMPARES = ("COMPARE_OP", "IS_OP", "CONTAINS_OP")
+#: the names of ``DTYPE_NAMES`` that ``followed.py`` sees, that the graph shows, or that all precisions have in common
+_SEEN = frozenset({"dtype", "finfo", "type_as", "is_floating_point"})
 
 
 @functools.lru_cache(maxsize=4096)
-def _branches(code: CodeType) -> bool:
-    """True if a function compares something that it has from a dtype, or jumps by it. Comparing with None, with the
-    dtype of integers or with that of a device does not count."""
-    if not _asks(code) and not any("dtype" in name for name in (*code.co_varnames, *code.co_freevars)):
+def _asks_otherwise(code: CodeType) -> bool:
+    """True if a function may learn the dtype of a tensor in a way that is not followed."""
+    unseen = DTYPE_NAMES - _SEEN
+    if not unseen & {*code.co_names, *(c for c in code.co_consts if isinstance(c, str))}:
         return False
     steps = list(dis.get_instructions(code))
-    pairs = list(zip([None, *steps], steps, strict=False))
-    held = {name for name in (*code.co_varnames, *code.co_freevars) if "dtype" in name}
-    reads: set[tuple[int, int]] = set()  # line and column
-    for _ in range(2):  # once more for names that are read before the line that sets them, in a loop
-        for before, step in pairs:
-            start, _end = _span(step)
-            is_dtype = before is not None and before.opname.startswith("LOAD") and _span(before)[0] in reads
-            of_device = before is not None and before.argval == "device"
-            is_named = step.opname.startswith("LOAD") and isinstance(step.argval, str) and not of_device
-            named = DTYPE_NAMES - _SAME_FOR_FLOATS - ({"type"} if step.opname == "LOAD_GLOBAL" else set())
-            if is_named and (step.argval in held or step.argval in named):
-                reads.add(start)
-            elif step.opname.startswith("STORE") and is_dtype:
-                held.add(str(step.argval))
-    for before, step in pairs:
-        compares = step.opname in _COMPARES
-        if before is None or not (compares or step.opname.startswith(_JUMPS)) or "NONE" in step.opname:
-            continue
-        if before.argval in _NOT_FLOATS or before.opname in _COMPARES:
-            continue  # the comparison itself was looked at
-        start, end = _span(step if compares else before)  # what a jump of a comprehension tests has a span of its own
-        if any(start <= read <= end for read in reads):
+    for before, step in zip([None, *steps], steps, strict=False):
+        named = isinstance(step.argval, str) and step.argval in unseen
+        a_class, of_device = step.opname == "LOAD_GLOBAL", before is not None and before.argval == "device"
+        if named and not (step.argval == "type" and (a_class or of_device)):
             return True
     return False
-
-
-def _span(step: dis.Instruction) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return where the expression of an instruction starts and ends; everywhere if Python doesn't know."""
-    at = step.positions
-    if at is None or at.lineno is None or at.end_lineno is None or at.col_offset is None or at.end_col_offset is None:
-        return (0, 0), (sys.maxsize, 0)
-    return (at.lineno, at.col_offset), (at.end_lineno, at.end_col_offset)
 
 
 def _with_bodies(gm: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:

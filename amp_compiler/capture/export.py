@@ -26,12 +26,12 @@ from .. import ir
 from ..common.errors import CaptureError
 from ..common.logs import log
 from ..common.messages import first_line
+from ..ir.promoting import promoting
 from ..policy import Policy
 from ..policy.scopes import inside_call, paths_of
 from . import composites
 from .dtype_reads import DtypeReads
 from .origin import annotate_origin, holds_large_values
-from .promotion import promoting
 from .settings import capture_settings
 from .twin import low_trace, sharing_copy
 

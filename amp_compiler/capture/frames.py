@@ -29,6 +29,7 @@ from torch import nn
 from torch._C._dynamo import eval_frame  # the C part, which does not import Dynamo
 
 from . import settings, trampolines
+from .followed import reading
 from .trampolines import (
     SKIP,
     Outside,
@@ -179,7 +180,7 @@ class _Configured:
         from torch._dynamo import utils
         from torch._dynamo.convert_frame import compile_lock
 
-        with compile_lock, settings.capture_settings():
+        with compile_lock, settings.small_collections(), settings.capture_settings(), reading():
             if not self._strict:
                 return self._torchdynamo_orig_backend(frame, entry, state)
             before = utils._get_error_on_graph_break()

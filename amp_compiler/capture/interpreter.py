@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import operator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +19,11 @@ from torch.fx.experimental.proxy_tensor import (
 
 from .. import ir
 from ..common.torch_names import HigherOrderOperator, OpOverload, schema_of
+from ..ir.promoting import promoting
 from . import higher_order, vmap
 from .marked import is_mark
 from .placed import Placements
-from .promotion import converted, promoting
+from .promotion import converted
 
 
 class LoweringInterpreter(fx.Interpreter):
@@ -30,11 +33,25 @@ class LoweringInterpreter(fx.Interpreter):
     would then take every later use of the input for a use of that op. Such an op returns a new tensor here.
     """
 
+    #: False once a dtype, or a limit of one, cannot be followed from Dynamo's graph into the lowered one
+    follows = True
+
     @functools.cached_property
     def placements(self) -> Placements:
         return Placements(self.graph)
 
+    @functools.cached_property
+    def asked(self) -> dict[str, Any]:
+        """By name, the values of the nodes that were asked for their dtypes; None before they are computed."""
+        return dict.fromkeys(asked.name for n in self.graph.nodes for asked in _asked(n).values())
+
     def run_node(self, n: fx.Node) -> Any:
+        result = self._run_node(n)
+        if n.name in self.asked:
+            self.asked[n.name] = result
+        return result
+
+    def _run_node(self, n: fx.Node) -> Any:
         inputs = [self.env[a] for a in n.all_input_nodes if isinstance(self.env.get(a), torch.Tensor)]
         mode = get_proxy_mode()
         if n.op not in ("call_function", "call_method") or mode is None:
@@ -42,20 +59,29 @@ class LoweringInterpreter(fx.Interpreter):
         if is_mark(n):
             return self.env[n.args[0]] if isinstance(n.args[0], fx.Node) else None
         before = [(x, get_proxy_slot(x, mode.tracer, None)) for x in inputs]
+        marks = {key: self._mark(asked, mode.tracer) for key, asked in _asked(n).items()}
+        last = next(iter(reversed(mode.tracer.graph.nodes)), None) if marks else None
         result = self._run(n)
-        named = {key: n.meta[key] for key in (ir.DTYPE_OF, ir.NUMBER_OF) if key in n.meta}
-        if n.op == "call_method" and n.target == "to" and len(n.args) > 1 and isinstance(n.args[1], fx.Node):
-            named[ir.DTYPE_OF] = n.args[1].name  # ``x.to(y)``: below this point only y's dtype is known
-        for key, of in named.items():
-            asked = next((v for k, v in self.env.items() if k.name == of), None)
-            if isinstance(asked, torch.Tensor) and isinstance(result, torch.Tensor):
-                made, source = (get_proxy_slot(v, mode.tracer, None) for v in (result, asked))
-                if made is not None and source is not None:
-                    made.proxy.node.meta[key] = source.proxy.node
+        new = list(_after(last, mode.tracer.graph)) if marks else []
+        for key, mark in marks.items():
+            self.follows &= mark is not None and _is_clear(n, new)
+            for made in new if mark is not None else ():
+                made.meta[key] = mark
         for x, proxy in before:
             if result is x and proxy is not None:
                 return _apart(x, proxy, mode.tracer)
         return result
+
+    def _mark(self, asked: fx.Node, tracer: Any) -> Any:
+        """Return the node that a node of Dynamo's graph, which was asked for its dtype, has become; None if there is
+        none. An input that nothing but its dtype was read of is not in the graph."""
+        value = self.asked[asked.name]
+        if isinstance(value, torch.Tensor):
+            source = get_proxy_slot(value, tracer, None)
+            return source.proxy.node if source is not None else None
+        is_gone = value is None and asked.op == "placeholder"
+        dtype = getattr(asked.meta.get("example_value"), "dtype", None)
+        return ir.OF_INPUT if is_gone and dtype is torch.float32 else None
 
     def _run(self, n: fx.Node) -> Any:
         if self.placements.needed:
@@ -96,6 +122,31 @@ class PromotingInterpreter(LoweringInterpreter):
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return promoting(lambda a, k: super(PromotingInterpreter, self).call_method(target, a, k),
                          args, kwargs, str(target).endswith("_"), converted)  # fmt: skip
+
+
+def _asked(node: fx.Node) -> dict[str, fx.Node]:
+    """By key of the meta, the nodes whose dtype or limit a call of Dynamo's graph names."""
+    named = {key: node.meta[key] for key in (ir.DTYPE_OF, ir.NUMBER_OF) if key in node.meta}
+    if node.op == "call_method" and node.target in ("to", "cpu", "cuda"):
+        dtypes = [arg for arg in (*node.args[1:], *node.kwargs.values()) if isinstance(arg, (fx.Node, torch.dtype))]
+        if not dtypes or isinstance(dtypes[0], fx.Node):  # ``x.to(y)``, ``x.to(device)``: the ATen op names a dtype
+            named[ir.DTYPE_OF] = node.all_input_nodes[-1]
+    if node.target is operator.setitem and isinstance(node.args[0], fx.Node) and not isinstance(node.args[2], fx.Node):
+        named[ir.DTYPE_OF] = node.args[0]  # ``x[0] = 1`` makes a constant of x's dtype
+    return named
+
+
+def _is_clear(node: fx.Node, made: Sequence[fx.Node]) -> bool:
+    """True if a dtype that a call names can only be the one that the ops it was lowered to name."""
+    return len(made) == 1 or (bool(made) and not hasattr(node.target, "__code__"))
+
+
+def _after(last: fx.Node | None, graph: fx.Graph) -> Iterator[fx.Node]:
+    """Yield the nodes that were added to a graph after ``last``."""
+    for node in reversed(graph.nodes):
+        if node is last:
+            return
+        yield node
 
 
 def _apart(value: torch.Tensor, proxy: Any, tracer: Any) -> torch.Tensor:

@@ -55,7 +55,8 @@ def lower(
         modes = (getattr(v, "fake_mode", None) for v in fakes)
         mode = next((m for m in modes if m is not None), None) or torch._guards.detect_fake_mode(list(fakes))
     loss = _take_out_loss(gm)
-    gm = vmap.without_vmap(gm)
+    plain = vmap.without_vmap(gm)
+    batched, gm = plain is not gm, plain
     interpreter = PromotingInterpreter(gm, garbage_collect_values=False) if promote else LoweringInterpreter(gm)
     fakes = placed.in_global_form(fakes, mode)
     fakes = [ir.retype(v, torch.float32) if getattr(v, "dtype", None) in given_low else v for v in fakes]
@@ -77,6 +78,7 @@ def lower(
                     node.meta[key] = of.name  # names are final only now
     lowered.meta.update(gm.meta)
     lowered.meta[ir.LOSS] = loss
+    lowered.meta[ir.FOLLOWED] = interpreter.follows and not batched and not given_low
     lowered.meta[ir.OUTPUT_DTYPES] = [None if d in given_low else d for d in _output_dtypes(gm)]
     if not promote:  # a twin is only read
         lowered.recompile()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,6 +38,21 @@ def varying_numbers() -> contextlib.AbstractContextManager[None]:
     """Have Dynamo treat an int behind a module (``self.trainer.global_step``) as a variable once it has changed,
     instead of compiling the code for every value."""
     return _option("allow_unspec_int_on_nn_module")
+
+
+@contextlib.contextmanager
+def small_collections() -> Iterator[None]:
+    """Have the garbage collector look only at objects that are made inside of the block. Capturing a graph makes enough
+    of them to start full collections, and going over all objects of a process that has imported torch and a library of
+    models takes as long as reading a small model. Nothing is changed if the user has frozen objects."""
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """The twin: a second trace of the same code, in which every fp32 tensor is a fake of the low-precision dtype.
 
 A graph traced in fp32 hides where the code asks for dtypes: ``x.to(y.dtype)`` and ``x.to(torch.float32)`` look the same
-there. In the twin they differ, and the pass ``mark_dtype_origin`` compares the two.
+there. In the twin they differ, and the pass ``mark_dtype_origin`` compares the two. Most code only passes dtypes on:
+``followed.py`` sees where to while Dynamo reads it for the first time, and only the rest needs a twin.
 
 Under Dynamo the twin is made frame by frame, from inside the backend: Dynamo reads the frame's bytecode a second
 time, symbolically, so none of the user's Python runs and no object of the user changes, even where the graph breaks.
@@ -10,10 +11,7 @@ Under ``torch.export`` the forward does run a second time, on a deep copy whose 
 torch 2.13 internals, and why: ``InstructionTranslator.current_tx`` and ``convert_frame.compile_frame`` (the frame that
 is being compiled, and the function that reads one; neither has a public equivalent), ``FakeTensorMode.from_tensor`` and
 ``torch._dynamo.utils.run_node`` (wrapped while the twin is read, for this thread only: there tensors become low, and
-operands of two dtypes are promoted where torch would refuse them), ``TensorVariable.method_attr_dtype``,
-``ConstantVariable.as_proxy`` and its ``compat.attribute_method``, ``UserDefinedClassVariable.call_function`` and
-``SubgraphTracer.create_proxy`` (wrapped likewise, to follow a dtype, or one of its limits, from the tensor that it was
-read from to the call that names it).
+operands of two dtypes are promoted where torch would refuse them).
 """
 
 from __future__ import annotations
@@ -28,12 +26,13 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from .. import ir
-from ..common.compat import attribute_method
-from ..common.torch_names import is_dtensor, pytree
+from ..common.torch_names import is_dtensor
+from ..ir.promoting import promoting
 from ..policy import Policy
+from .followed import reading
 from .lower import lower
 from .patching import replaced
-from .promotion import converted, promoting
+from .promotion import converted
 
 # ------------------------------------------------------------------------------------------------ Dynamo
 
@@ -64,7 +63,7 @@ def twin_of_frame(policy: Policy, modules: Mapping[int, str]) -> fx.GraphModule 
     record._torchdynamo_orig_backend = frame.output.compiler_fn  # type: ignore[attr-defined]  # as ``dynamo`` asks
     attempt = CompileContext.get().attempt
     try:
-        with _low_fakes(policy.low), _followed_dtypes(), _quiet():
+        with _low_fakes(policy.low), reading(), _quiet():
             convert_frame.compile_frame(
                 frame.f_code, frame.f_globals, frame.f_locals, frame.f_builtins, frame.closure, record,
                 False, set(), frame_state=frame.output.frame_state,
@@ -149,69 +148,6 @@ def _lowered_shard(fake: Any, low: torch.dtype, parameter: bool) -> torch.Tensor
     with fake.to_local().fake_mode, torch.no_grad():
         new = fake.detach().to(low)
         return nn.Parameter(new, fake.requires_grad) if parameter else new.requires_grad_(fake.requires_grad)
-
-
-@contextlib.contextmanager
-def _followed_dtypes() -> Iterator[None]:
-    """While Dynamo reads, record on each call that names a dtype the tensor whose dtype it is (``ir.DTYPE_OF``), and
-    likewise on each call with a dtype's limit as a number (``torch.finfo(x.dtype).min``; ``ir.NUMBER_OF``)."""
-    from torch._dynamo.output_graph import SubgraphTracer
-    from torch._dynamo.variables.constant import ConstantVariable
-    from torch._dynamo.variables.tensor import TensorVariable
-    from torch._dynamo.variables.user_defined import UserDefinedClassVariable
-
-    ask, use, call = TensorVariable.method_attr_dtype, ConstantVariable.as_proxy, SubgraphTracer.create_proxy
-    make, attribute = UserDefinedClassVariable.call_function, attribute_method(ConstantVariable)
-    read = getattr(ConstantVariable, attribute)
-    asked: dict[int, tuple[Any, fx.Node]] = {}  # by id of Dynamo's constant: the constant, and the tensor's node
-    named: list[tuple[Any, fx.Node]] = []  # constants that are arguments of the next call
-
-    def from_tensor(found: Any, node: fx.Node | None) -> Any:
-        """Return ``found``, recorded as a constant that derives from the dtype of ``node``."""
-        if node is None or not found.is_python_constant():
-            return found
-        found = copy.copy(found)  # Dynamo may share one object among equal constants
-        asked[id(found)] = (found, node)
-        return found
-
-    def source_of(constant: Any) -> fx.Node | None:
-        return asked[id(constant)][1] if id(constant) in asked else None
-
-    def method_attr_dtype(tensor: Any, tx: Any) -> Any:
-        found = ask(tensor, tx)
-        return from_tensor(found, tensor.as_proxy().node) if isinstance(found, ConstantVariable) else found
-
-    def call_function(cls: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        found = make(cls, tx, args, kwargs)
-        limits = cls.value in (torch.finfo, torch.iinfo) and args
-        return from_tensor(found, source_of(args[0])) if limits else found
-
-    def get_attribute(constant: Any, tx: Any, name: str) -> Any:
-        return from_tensor(read(constant, tx, name), source_of(constant))
-
-    def as_proxy(constant: Any) -> Any:
-        if id(constant) in asked:
-            named.append((constant.as_python_constant(), asked[id(constant)][1]))
-        return use(constant)
-
-    def create_proxy(tracer: Any, *args: Any, **kwargs: Any) -> Any:
-        proxy = call(tracer, *args, **kwargs)
-        if named:
-            leaves = pytree.tree_leaves((proxy.node.args, proxy.node.kwargs))
-            for value, node in named:
-                if any(type(leaf) is type(value) and leaf == value for leaf in leaves):
-                    proxy.node.meta[ir.DTYPE_OF if isinstance(value, torch.dtype) else ir.NUMBER_OF] = node.name
-            named.clear()
-        return proxy
-
-    with (
-        replaced(UserDefinedClassVariable, "call_function", call_function),
-        replaced(ConstantVariable, attribute, get_attribute),
-        replaced(TensorVariable, "method_attr_dtype", method_attr_dtype),
-        replaced(ConstantVariable, "as_proxy", as_proxy),
-        replaced(SubgraphTracer, "create_proxy", create_proxy),
-    ):
-        yield
 
 
 @contextlib.contextmanager

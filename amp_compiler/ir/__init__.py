@@ -2,7 +2,7 @@
 
 There are two dialects of FX: pre-dispatch ATen, where precision is decided, and functional ATen, which AOTAutograd
 returns. The names below are about single nodes and graphs; anything larger is in a module of its own: ``constants``,
-``decisions``, ``flops``, ``nesting``, ``verdicts``, ``view``, ``weights``, ``wide``.
+``decisions``, ``flops``, ``low_values``, ``nesting``, ``promoting``, ``view``, ``weights``, ``wide``.
 """
 
 from .aliasing import (
@@ -36,6 +36,7 @@ from .meta import (
     CLOSED,
     CONSTANT,
     DTYPE_OF,
+    FOLLOWED,
     GATHERS,
     KERNEL,
     LEFT,
@@ -46,6 +47,7 @@ from .meta import (
     NESTED,
     NUMBER_OF,
     OF_GRADIENT,
+    OF_INPUT,
     ORIGIN,
     OUTPUT_DTYPES,
     PARAMETER,
@@ -127,6 +129,7 @@ __all__ = [
     "DTYPE_NAMES",
     "DTYPE_OF",
     "ELIGIBLE",
+    "FOLLOWED",
     "GATHERS",
     "KERNEL",
     "LEFT",
@@ -139,6 +142,7 @@ __all__ = [
     "NESTED",
     "NUMBER_OF",
     "OF_GRADIENT",
+    "OF_INPUT",
     "OPERANDS",
     "ORIGIN",
     "OUTPUT_DTYPES",

@@ -15,7 +15,6 @@ from torch import fx
 
 from amp_compiler import ir
 from amp_compiler.common.errors import VerifyError
-from amp_compiler.ir.verdicts import Verdicts
 from amp_compiler.ir.weights import Weights
 from amp_compiler.policy import Policy
 
@@ -98,8 +97,8 @@ class Context:
     costs: Costs | None = None
     #: a forward graph: it will be differentiated
     differentiated: bool = False
-    #: what a twin revealed: learned from ``twin``, or known from an earlier capture of the same code, without one
-    verdicts: Verdicts | None = None
+    #: the code asks for dtypes, and the graph says of which tensors, so that no twin is needed (``ir/low_values.py``)
+    followed: bool = False
     #: what passes want the user to know; the caller warns and puts it into the report
     notes: list[str] = field(default_factory=list)
 

@@ -20,7 +20,6 @@ from ..common.messages import first_line
 from ..common.torch_names import inside_ddp
 from ..inspect.report import cast_totals, graph_rows, kernel_counts
 from ..ir.nesting import has_parts
-from ..ir.verdicts import Verdicts, keys_of
 from ..passes import order
 from ..policy import dtype_name
 from ..policy.scopes import marked_modules, modules_of, paths_of
@@ -44,7 +43,6 @@ class Backend:
         self.given_low = given_low(target) if options.policy.rewrites else frozenset()
         self.keeps = False  # whether graphs are kept for ``follow``
         self.kept: list[Kept] = []
-        self.verdicts: dict[int | None, Verdicts] = {}  # by the number of a piece of code
         self.handle: dynamo.Handle | None = None
         self.runs: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] | None = None
 
@@ -99,11 +97,11 @@ class Backend:
     def follow(self, options: Options, state: State) -> None:
         """Go on by the policy of other options; what was captured is compiled by it at its next call."""
         self.options, self.state = options, state
-        self.verdicts.clear()
 
     def lowered(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Lowered:
         """Return a graph from Dynamo as the passes take it, with what only Dynamo knows of it. None of it depends on
         the policy's rules for single calls."""
+        from ..capture.dtype_reads import all_followed
         from ..capture.lower import lower
 
         modules = modules_of(self.target)
@@ -121,11 +119,11 @@ class Backend:
         keep = self.options.keep_output_dtypes
         if not keep and self.options.policy.autocast_device is None:  # uncaptured code sees what fp32 code would see
             keep = not dynamo.returns_to_caller(gm, self.target, outermost=alone is None or alone[0] == self.outermost)
-        twin, verdicts = None, None
+        twin, followed = None, False
         if self.asks_for_dtypes(gm):
-            verdicts = self.known_verdicts(graph)
-            twin = self.twin(paths) if verdicts is None or not verdicts.are_known else None
-        return Lowered(graph, keep, marked, twin, self.around(gm), verdicts)
+            followed = all_followed(gm, graph)
+            twin = self.twin(paths) if not followed else None
+        return Lowered(graph, keep, marked, twin, self.around(gm), followed)
 
     def rewrite(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
         """Lower a graph from Dynamo and run the passes on it."""
@@ -143,7 +141,7 @@ class Backend:
             found.around,
             backend=(backend := resolve_backend(self.options.backend, example_inputs)),
             costs=self.options.costs(backend),
-            verdicts=found.verdicts,
+            followed=found.followed,
             differentiated=torch.is_grad_enabled(),
         )
         history = [record("capture", time.perf_counter() - start, True, graph, "forward", [])]
@@ -203,18 +201,6 @@ class Backend:
                 "reuse it, or the reverse. Use precision(...) or set_precision, or move the break out of the region"
             )
         return found
-
-    def known_verdicts(self, graph: fx.GraphModule) -> Verdicts | None:
-        """Return what the twin revealed when the same code was captured before with the same ops, or where to write
-        what it will reveal; None if it may be something else next time."""
-        from ..capture.dtype_reads import may_branch_on_dtype
-
-        piece, keys = dynamo.piece_of_code(), keys_of(graph.graph)
-        if self.keeps or piece is None or keys is None or may_branch_on_dtype():
-            return None
-        if piece not in self.verdicts or self.verdicts[piece].keys != keys:
-            self.verdicts[piece] = Verdicts(keys)
-        return self.verdicts[piece]
 
     def asks_for_dtypes(self, gm: fx.GraphModule) -> bool:
         """True if the code behind a graph can depend on dtypes, and a pass wants to know."""

@@ -19,7 +19,6 @@ from .. import ir
 from ..capture.again import copy_captured, inputs_again, tracing_again
 from ..capture.frames import belongs_to_us, unwatched
 from ..ir.nesting import has_parts
-from ..ir.verdicts import Verdicts
 
 belongs_to_us(__file__)
 
@@ -33,7 +32,7 @@ class Lowered:
     marked: dict[str, torch.dtype]
     twin: fx.GraphModule | None
     around: tuple[str, torch.dtype | None] | None
-    verdicts: Verdicts | None = None
+    followed: bool = False
 
 
 class Kept:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -539,3 +541,23 @@ def test_fullgraph_refuses_a_break() -> None:
     model, args = NETWORKS["graph_break"]()
     with pytest.raises(CaptureError, match="must be a single graph"):
         compiled(model, fullgraph=True)(*args)
+
+
+def test_objects_that_the_user_has_frozen_stay_so() -> None:
+    fast = amp_compile(nn.Linear(4, 4), backend="eager")
+    gc.freeze()
+    try:
+        fast(torch.ones(2, 4))
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+
+
+def test_nothing_is_left_frozen() -> None:
+    def fail(x: Tensor) -> Tensor:
+        return x.reshape(3, 7)
+
+    for function in (nn.Linear(4, 4), fail):
+        with contextlib.suppress(RuntimeError):
+            amp_compile(function, backend="eager")(torch.ones(2, 4))
+    assert gc.get_freeze_count() == 0

@@ -345,6 +345,10 @@ def test_the_twin_takes_no_memory() -> None:
     assert all(a is b for a, b in zip(model.parameters(), copied.parameters(), strict=True))
 
 
+def looks_at_a_dtype(x: Tensor) -> Tensor:
+    return x * 2 if x.dtype == torch.float32 else x
+
+
 def test_no_twin_where_no_code_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> Any:
         raise AssertionError("a twin was traced")
@@ -357,8 +361,9 @@ def test_no_twin_where_no_code_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = amp_compile(model, dtype=BF16, backend="eager")
     compiled(x).sum().backward()
     assert compiled.report().notes == ()
+    amp_compile(RMSNorm(8), dtype=BF16, backend="eager")(torch.randn(4, 8))  # it only passes a dtype on
     with pytest.warns(AmpWarning, match="could not be traced in bfloat16"):
-        amp_compile(RMSNorm(8), dtype=BF16, backend="eager")(torch.randn(4, 8))
+        amp_compile(looks_at_a_dtype, dtype=BF16, backend="eager")(torch.randn(4, 8))
 
 
 def test_without_a_twin_the_model_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,7 +373,7 @@ def test_without_a_twin_the_model_still_runs(monkeypatch: pytest.MonkeyPatch) ->
         raise RuntimeError("no way")
 
     monkeypatch.setattr(twin, "twin_of_frame", fail)
-    model, x = Program(normalized), torch.randn(4, 8)
+    model, x = Program(lambda m, x: looks_at_a_dtype(normalized(m, x))), torch.randn(4, 8)
     compiled = amp_compile(model, dtype=F16, backend="eager")
     with pytest.warns(AmpWarning, match=r"could not be traced in float16.*no way"):
         out = compiled(x)

@@ -23,8 +23,20 @@ from torch._functorch import partitioners
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from amp_compiler import AmpModule, AmpWarning, Policy, amp_compile, ir, precision
-from amp_compiler.capture import autodiff, dynamo, export, higher_order, interpreter, lower, origin, recurrent, twin
+from amp_compiler.capture import (
+    autodiff,
+    dtype_reads,
+    dynamo,
+    export,
+    higher_order,
+    interpreter,
+    lower,
+    origin,
+    recurrent,
+    twin,
+)  # fmt: skip
 from amp_compiler.capture import settings as capture
+from amp_compiler.capture.followed import Reading
 from amp_compiler.common.errors import VerifyError
 from amp_compiler.ir import Decision, Mode, constants, decisions
 from amp_compiler.passes import fold_casts, insert_casts, mark_dtype_origin, normalize, order
@@ -766,7 +778,9 @@ def no_neutral(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Asked, "note", note_asked)
 
 
-NO_TWIN = {"dynamo": gives(twin, "twin_of_frame"), "export": gives(Comparison, "run", False)}
+NOT_FOLLOWED = gives(dtype_reads, "all_followed", False)
+NO_TWIN = {"dynamo": both(NOT_FOLLOWED, gives(twin, "twin_of_frame")), "export": gives(Comparison, "run", False)}
+NOT_NOTICED = becomes(Reading, "is_whole", property(lambda self: True, lambda self, value: None))
 MARKED: list[tuple[str, Any, str, torch.dtype, str, Removal | None]] = [
     ("an explicit cast is honoured", explicit, "O2", F32, "both", gives(Asked, "note")),
     ("a cast that follows", followed, "O2", BF16, "both", None),
@@ -777,7 +791,8 @@ MARKED: list[tuple[str, Any, str, torch.dtype, str, Removal | None]] = [
     ("a use before the cast", untouched, "O2", BF16, "dynamo",
      becomes(interpreter, "_apart", lambda value, proxy, tracer: value)),
     ("whose dtype", followed_back, "auto", F32, "dynamo",
-     becomes(twin, "_followed_dtypes", contextlib.nullcontext)),
+     both(NOT_FOLLOWED, becomes(Reading, "follow", lambda self, constant, node: constant))),
+    ("a branch that is noticed", guarded, "O2", F32, "dynamo", NOT_NOTICED),
 ]  # fmt: skip
 
 
