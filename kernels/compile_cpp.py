@@ -24,10 +24,9 @@ CACHE = "AMP_CACHE_DIR"
 MARCH = {"avx512": "x86-64-v4", "avx2": "x86-64-v3", "native": "native"}
 MINUTES = 5  # timeout of the compiler
 #: the file with the loops, which take the kernels' time; the rest calls them, and torch. For loops that are written
-#: with vectors, or marked as such, -O3 takes longer than -O2 with short loops unrolled (by -fpeel-loops), and gives no
-#: faster code
+#: with vectors, -O3 takes longer than -O2 with short loops unrolled (by -fpeel-loops), and gives no faster code
 _LOOPS = "loops.cpp"
-_FLAGS = ("-std=c++17", "-fpeel-loops", "-fPIC", "-fvisibility=hidden", "-fopenmp-simd")
+_FLAGS = ("-std=c++17", "-fpeel-loops", "-fPIC", "-fvisibility=hidden")
 #: torch's library, by the name with which it is in the process already; an empty one stands for it while linking
 _TORCH = "libtorch_cpu.so"
 

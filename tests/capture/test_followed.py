@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from amp_compiler import AmpModule, amp_compile, ir
 from amp_compiler.capture import dtype_reads, twin
+from helpers import in_turn
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 NAMES = {torch.float32: "wide", torch.float16: "half", torch.bfloat16: "brain"}
@@ -199,8 +200,7 @@ FOLLOWED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.parametrize("step", FOLLOWED)
+@pytest.mark.parametrize(("step", "dtype"), in_turn(FOLLOWED, (BF16, F16)))
 def test_what_is_followed_is_what_the_trace_in_low_precision_shows(
     step: Any, dtype: torch.dtype, twins: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,9 +251,20 @@ def programs(draw: Any) -> Any:
     return steps
 
 
-@settings(max_examples=15)
+@settings(max_examples=4)
 @given(steps=programs(), dtype=st.sampled_from([BF16, F16]))
 def test_random_code_that_passes_dtypes_on(steps: Any, dtype: torch.dtype) -> None:
+    check_random(steps, dtype)
+
+
+@pytest.mark.zoo
+@settings(max_examples=100)
+@given(steps=programs(), dtype=st.sampled_from([BF16, F16]))
+def test_more_random_code_that_passes_dtypes_on(steps: Any, dtype: torch.dtype) -> None:
+    check_random(steps, dtype)
+
+
+def check_random(steps: Any, dtype: torch.dtype) -> None:
     def step(x: Tensor) -> Tensor:
         values = [x]
         for kind, one, two in steps:
