@@ -138,7 +138,11 @@ def reading() -> Iterator[Reading]:
 
     def compile_subgraph(output: Any, *args: Any, **kwargs: Any) -> Any:
         found.is_read = True  # from here on, values are only written into the new bytecode
-        return finish(output, *args, **kwargs)
+        try:
+            return finish(output, *args, **kwargs)
+        except BaseException:
+            found.is_read = False  # Dynamo may read the frame once more
+            raise
 
     with (
         replaced(OutputGraph, "compile_subgraph", compile_subgraph),

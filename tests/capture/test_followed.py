@@ -11,9 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._dynamo.exc import RestartAnalysis
+from torch._dynamo.output_graph import OutputGraph
 
 from amp_compiler import AmpModule, amp_compile, ir
-from amp_compiler.capture import dtype_reads, twin
+from amp_compiler.capture import dtype_reads, followed, twin
 from helpers import in_turn
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -225,6 +227,18 @@ def _agree(fast: AmpModule, other: AmpModule) -> None:
         assert mine.numbers_of == theirs.numbers_of or not theirs.numbers_of, name
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
     assert torch.equal(fast(x), other(x))
+
+
+def test_reading_goes_on_if_dynamo_starts_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def restart(output: Any) -> None:
+        raise RestartAnalysis
+
+    monkeypatch.setattr(OutputGraph, "compile_subgraph", restart)
+    with followed.reading() as found:
+        end: Any = OutputGraph.compile_subgraph
+        with pytest.raises(RestartAnalysis):
+            end(None)
+        assert not found.is_read
 
 
 UNARY: dict[str, Callable[[Tensor], Tensor]] = {
