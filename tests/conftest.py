@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -79,3 +80,18 @@ def reset_dynamo() -> Iterator[None]:
     if counters["frames"]:
         torch._dynamo.reset()
         counters.clear()
+
+
+@pytest.fixture
+def twins(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+    """The low dtypes in which Dynamo has traced code a second time."""
+    from amp_compiler.capture import twin
+
+    made, trace = [], twin.twin_of_frame
+
+    def counted(policy: Any, modules: Any) -> Any:
+        made.append(policy.low)
+        return trace(policy, modules)
+
+    monkeypatch.setattr(twin, "twin_of_frame", counted)
+    return made

@@ -53,7 +53,7 @@ def all_followed(gm: fx.GraphModule, lowered: fx.GraphModule) -> bool:
     """True if every dtype that the code behind a Dynamo graph asked for was followed to the calls that name it
     (``followed.py``), and into the lowered graph. The graph then needs no twin."""
     reading = followed.current()
-    if reading is None or not reading.is_whole or not is_followed(lowered):
+    if reading is None or not reading.is_whole or reading.named or not is_followed(lowered):
         return False
     traced = torch._guards.TracingContext.get_traced_code() or ()
     python = [node.target.__code__ for node in gm.graph.nodes if hasattr(node.target, "__code__")]

@@ -31,6 +31,7 @@ from torch import fx
 from .. import ir
 from ..common.compat import attribute_method
 from ..common.torch_names import pytree
+from ..ir.constants import LIMITS
 from .patching import replaced
 
 #: attributes of a dtype that all floating-point dtypes agree on
@@ -196,7 +197,7 @@ def _followed_class() -> type:
 
         def as_proxy(self) -> Any:
             here = _CURRENT.reading
-            if here is None or (node := here.source_of(self)) is None:
+            if here is None or here.is_read or (node := here.source_of(self)) is None:
                 return self.value
             here.named.append((vars(self)["value"], node))
             return vars(self)["value"]
@@ -209,7 +210,8 @@ def _followed_class() -> type:
         result = getattr(_plain(self), attribute)(tx, name)
         if here is None or (isinstance(value, torch.dtype) and name in _SAME_FOR_FLOATS):
             return result
-        return here.follow(result, here.source_of(self))
+        # only limits can be told in another dtype
+        return here.follow(result, here.source_of(self) if name in LIMITS else None)
 
     attribute = attribute_method(base)
     setattr(Followed, attribute, get_attribute)

@@ -18,7 +18,9 @@ from torch.fx.experimental.proxy_tensor import (
 )
 
 from .. import ir
-from ..common.torch_names import HigherOrderOperator, OpOverload, schema_of
+from ..common.torch_names import HigherOrderOperator, OpOverload, pytree, schema_of
+from ..ir.constants import is_limit
+from ..ir.low_values import LIFTS
 from ..ir.promoting import promoting
 from . import higher_order, vmap
 from .marked import is_mark
@@ -64,7 +66,7 @@ class LoweringInterpreter(fx.Interpreter):
         result = self._run(n)
         new = list(_after(last, mode.tracer.graph)) if marks else []
         for key, mark in marks.items():
-            self.follows &= mark is not None and _is_clear(n, new)
+            self.follows &= mark is not None and _is_clear(n, new, key)
             for made in new if mark is not None else ():
                 made.meta[key] = mark
         for x, proxy in before:
@@ -136,9 +138,18 @@ def _asked(node: fx.Node) -> dict[str, fx.Node]:
     return named
 
 
-def _is_clear(node: fx.Node, made: Sequence[fx.Node]) -> bool:
-    """True if a dtype that a call names can only be the one that the ops it was lowered to name."""
+def _is_clear(node: fx.Node, made: Sequence[fx.Node], key: str) -> bool:
+    """True if a dtype or limit that a call names can only be the one that the ops it was lowered to name."""
+    if key == ir.NUMBER_OF and not any(_names_limit(n) for n in made):
+        return False  # the call computes with it
     return len(made) == 1 or (bool(made) and not hasattr(node.target, "__code__"))
+
+
+def _names_limit(node: fx.Node) -> bool:
+    """True if a limit of fp32 is a number of an op, or if the op is a constant, which holds it."""
+    if ir.op_name(node) in LIFTS:
+        return True
+    return any(is_limit(arg, torch.float32) for arg in pytree.tree_leaves((node.args, node.kwargs)))
 
 
 def _after(last: fx.Node | None, graph: fx.Graph) -> Iterator[fx.Node]:

@@ -52,14 +52,22 @@ class Held:
         return dtype not in self.lost_in and fits(self.value, dtype)
 
 
+#: the limits of a dtype, as ``torch.finfo`` names them
+LIMITS = ("min", "max", "eps", "tiny", "smallest_normal", "resolution")
+
+
+def is_limit(value: object, dtype: torch.dtype) -> bool:
+    """True for a number that is one of the limits of a dtype."""
+    return isinstance(value, (int, float)) and any(value == getattr(torch.finfo(dtype), name) for name in LIMITS)
+
+
 def limit_in(value: float, dtype: torch.dtype, other: torch.dtype) -> float:
     """Return a limit of ``dtype`` (its largest or smallest number, its eps) as that of ``other``; other values
     unchanged."""
     if dtype is other:
         return value
     mine, theirs = torch.finfo(dtype), torch.finfo(other)
-    names = ("min", "max", "eps", "smallest_normal", "resolution")
-    return next((float(getattr(theirs, n)) for n in names if value == getattr(mine, n)), value)
+    return next((float(getattr(theirs, n)) for n in LIMITS if value == getattr(mine, n)), value)
 
 
 def fits(value: float, dtype: torch.dtype) -> bool:

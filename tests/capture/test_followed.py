@@ -15,7 +15,7 @@ from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.output_graph import OutputGraph
 
 from amp_compiler import AmpModule, amp_compile, ir
-from amp_compiler.capture import dtype_reads, followed, twin
+from amp_compiler.capture import dtype_reads, followed
 from helpers import in_turn
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -81,16 +81,8 @@ def promotes(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float16))
 
 
-@pytest.fixture
-def twins(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
-    made, trace = [], twin.twin_of_frame
-
-    def counted(policy: Any, modules: Any) -> Any:
-        made.append(policy.low)
-        return trace(policy, modules)
-
-    monkeypatch.setattr(twin, "twin_of_frame", counted)
-    return made
+def passes_on_what_is_no_limit(x: Tensor) -> Tensor:
+    return x * torch.finfo(x.dtype).bits
 
 
 def compiled(step: Callable[[Tensor], Tensor], dtype: torch.dtype = BF16) -> AmpModule:
@@ -106,7 +98,7 @@ def origins(fast: AmpModule) -> list[tuple[str, Any]]:
 
 @pytest.mark.parametrize("step", [
     compares, compares_a_name, compares_an_argument, compares_a_limit, compares_a_size, compares_the_bits, looks_it_up,
-    writes_it_down, computes_with_a_limit, promotes,
+    writes_it_down, computes_with_a_limit, promotes, passes_on_what_is_no_limit,
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore::amp_compiler.AmpWarning")
 def test_code_that_looks_at_a_dtype_is_traced_in_low_precision(step: Any, twins: list[torch.dtype]) -> None:

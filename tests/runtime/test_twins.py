@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_compiler import AmpModule, AmpWarning, amp_compile, ir
-from amp_compiler.capture import dtype_reads, twin
+from amp_compiler.capture import dtype_reads
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -39,19 +39,6 @@ class ByMode(Reads):
         if not self.training and h.dtype == torch.float16:
             h = h.clamp(-1000, 1000)
         return self.second(h)
-
-
-@pytest.fixture
-def twins(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
-    """The dtypes of the twins that were traced."""
-    made, trace = [], twin.twin_of_frame
-
-    def counted(policy: Any, modules: Any) -> Any:
-        made.append(policy.low)
-        return trace(policy, modules)
-
-    monkeypatch.setattr(twin, "twin_of_frame", counted)
-    return made
 
 
 def compiled(cls: type[nn.Module] = Reads, dtype: torch.dtype = BF16) -> AmpModule:
