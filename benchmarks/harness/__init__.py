@@ -16,7 +16,7 @@ if str(ROOT / "tests") not in sys.path:
 
 from .counts import Counts, count  # noqa: E402
 from .growth import Growth, fit  # noqa: E402
-from .machine import machine, set_threads  # noqa: E402
+from .machine import keep_freed_memory, machine, set_threads  # noqa: E402
 from .memory import in_fresh_process, peak_bytes, peak_resident, saved_by_autograd, saved_in_graph  # noqa: E402
 from .plots import bars, lines, panels  # noqa: E402
 from .results import DTYPES, BadResult, Result, Row, Run, arguments, console, positive, read  # noqa: E402
@@ -41,6 +41,7 @@ __all__ = [
     "in_fresh_process",
     "interleave",
     "interval",
+    "keep_freed_memory",
     "lines",
     "machine",
     "ms",

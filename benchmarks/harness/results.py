@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from .machine import ROOT, machine, set_threads
+from .machine import ROOT, keep_freed_memory, machine, set_threads
 from .timing import spread
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -75,6 +75,7 @@ class Run:
         self.name: str = args.name or script
         self.try_out()
         set_threads(args.threads)
+        keep_freed_memory()
         self.date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.machine = machine()
         self.rows: list[Row] = []
