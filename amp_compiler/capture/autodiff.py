@@ -20,6 +20,7 @@ from torch import fx
 from .. import ir
 from ..common.errors import ArgumentError, CaptureError
 from ..common.torch_names import is_any_autocast_enabled, pytree
+from . import inductor
 from .straight import straight_line
 
 JointPasses = Callable[[fx.GraphModule, str], None]
@@ -103,7 +104,7 @@ def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], joint: JointPas
         assert owner is not None
         backward = any(n.op == "placeholder" and str(n.target).startswith("tangents") for n in graph.nodes)
         joint(owner, "joint" if backward else "inference")
-        _decompose_casts(graph)
+        inductor.prepare(graph)
 
     patches = {
         # otherwise Inductor keeps fp32 where the graph asks for rounding to the low-precision dtype
@@ -116,16 +117,6 @@ def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], joint: JointPas
         return compile_fx_inner(graph, inputs, **kwargs)
 
     return compile_fx(gm, list(example_inputs), inner_compile=inner, config_patches=patches)
-
-
-def _decompose_casts(graph: fx.Graph) -> None:
-    """Decompose ``_to_copy``, which passes insert as casts. Inductor decomposes it while it traces a graph and has no
-    code for it, but these passes run later (torch 2.13 fails with "both a fallback and a decomp")."""
-    for node in graph.nodes:
-        if node.target is torch.ops.aten._to_copy.default and ir.is_cast(node):
-            node.args = (ir.cast_source(node), ir.cast_dtype(node))
-            node.kwargs = {}
-            node.target = torch.ops.prims.convert_element_type.default
 
 
 # ------------------------------------------------------------------------------- a whole training step
@@ -302,7 +293,7 @@ def _callable(gm: fx.GraphModule, backend: str) -> Callable[[list[Any]], Any]:
     from torch._inductor.virtualized import V
 
     gm = ir.copy_graph(gm)  # Inductor changes its input
-    _decompose_casts(gm.graph)
+    inductor.prepare(gm.graph)
     inputs = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
     with V.set_fake_mode(ir.fake_mode(gm.graph)), torch._inductor.config.patch("emulate_precision_casts", True):
         joint_graph_passes(gm)  # Inductor has no code for random ops before these

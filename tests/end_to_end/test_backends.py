@@ -177,3 +177,70 @@ def test_inductor_rounds_gradients_as_eager_does():
 
     for ours, theirs in zip(run_chain("inductor"), run_chain("eager"), strict=True):
         assert torch.equal(ours, theirs)
+
+
+class Windows(nn.Module):
+    """Convolutions of every kind, two of which read the same images, and what Inductor fuses between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.beside = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(3, 8, 1, bias=False)
+        self.grouped, self.back = nn.Conv2d(8, 8, 3, 2, 1, groups=4), nn.ConvTranspose2d(8, 2, 2, 2)
+        self.line, self.space = nn.Conv1d(2, 2, 3), nn.Conv3d(1, 2, (1, 3, 3), padding=(0, 1, 1))
+        with torch.no_grad():
+            for number, weight in enumerate(self.parameters()):  # whole numbers, of which bf16 holds the first half
+                weight.copy_(torch.randint(-400, 400, weight.shape, generator=torch.Generator().manual_seed(number)))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        first = self.first(x)
+        y = F.relu(first + self.beside(x)) * 2.0**-14
+        grouped = self.grouped(y.round())
+        flat = self.back(grouped)
+        return first, grouped, flat, self.line(flat[:, :, 0] * 2.0**-20), self.space(x[:, None, 0].unsqueeze(2))
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_inductor_convolves_low_operands_in_fp32(monkeypatch, dtype):
+    """In inference it gets convolutions in fp32 between two roundings, which it lays out and fuses. Sums of whole
+    numbers are exact, so every rounding shows."""
+    monkeypatch.setenv("AMP_CPU_KERNELS", "wide")
+    x = torch.randint(-9, 10, (2, 3, 12, 12), generator=torch.Generator().manual_seed(0)).float()
+    model = Windows().eval()
+    if dtype is torch.float16:
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.copy_((weight / 8).round())
+    plain, fast = (compiled(model, backend, dtype=dtype) for backend in ("eager", "inductor"))
+    with torch.no_grad():
+        expected, found = plain(x), fast(x)
+        names = [event.name for event in events(lambda: fast(x))]
+    assert "amp::wide_convolution" not in names
+    assert "aten::convolution" in names
+    for ours, theirs in zip(found, expected, strict=True):
+        assert theirs.isfinite().all()
+        assert theirs.count_nonzero() > 10
+        assert torch.equal(ours, theirs)
+
+
+def events(code: Any) -> list[Any]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
+        code()
+    return list(recorded.events())
+
+
+def test_inductor_holds_low_images_for_the_backward(monkeypatch):
+    """A graph with convolutions to differentiate keeps the kernels that read low images."""
+    monkeypatch.setenv("AMP_CPU_KERNELS", "wide")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8 * 64, 2))
+    fast, x = compiled(model, "inductor", dtype=torch.float16), numbers(4, 3, 12, 12)
+    fast(x).sum().backward()
+    held: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
+        out = fast(x)
+    images = [t for t in held if t.dim() == 4 and t.shape[0] == 4 and t.data_ptr() != x.data_ptr()]
+    assert images
+    assert {t.dtype for t in images} == {torch.float16}
+    names = [event.name for event in events(lambda: out.sum().backward())]
+    assert names.count("amp::wide_convolution_backward") == 2
