@@ -198,7 +198,7 @@ inline void convolve(const Convolution& c, const Operand& filters, const float* 
 }
 
 // to[tap, filter] = the sums over all pixels of x[tap, pixel] * gradient[filter, pixel], in fp32, in rows of `Panels(filters)`. The
-// gradient is packed for some stripes at a time; then each thread takes some channels through all of them, so the order of a sum does
+// gradient is packed for some stripes at a time; then each thread takes some weights through all of them, so the order of a sum does
 // not depend on the number of threads. Rows of pixels are taken one by one if there are places of no use between them: these may hold
 // an infinity, which even a gradient of zero would spread.
 inline void convolve_weights(const Convolution& c, const void* gradient, float* to) {
@@ -213,6 +213,10 @@ inline void convolve_weights(const Convolution& c, const void* gradient, float* 
   const int64_t group = std::max<int64_t>(PACKED / (depth * width), 1);
   const int64_t channels = std::min(std::max<int64_t>(ROWS / each, 1), c.x.channels);
   const std::vector<int32_t> taps = frame.taps(channels);
+  // With few channels, as those of a picture, their weights are divided too.
+  const int64_t groups = blocks(c.x.channels, channels), threads = alone ? 1 : at::get_num_threads();
+  const int64_t divided = groups < 2 * threads ? blocks(2 * threads, groups) : 1;
+  const int64_t share = blocks(blocks(channels * each, divided), 8) * 8, shares = blocks(channels * each, share);
   for (int64_t start = 0; start < all; start += group) {
     const int64_t number = std::min(group, all - start);
     float* packed = scratch(LEFT).take(number * depth * width);
@@ -226,8 +230,10 @@ inline void convolve_weights(const Convolution& c, const void* gradient, float* 
       if (there < wide) std::fill(place, place + depth * wide, 0.0f);
       pack(Operand{from, c.pixels(), true, c.x.type, c.x.type}, row_of(i) * count, first, rows_of(i) * count, there, place, wide);
     });
-    take_turns(blocks(c.x.channels, channels), alone, [&](int64_t turn) {
-      const int64_t channel = turn * channels, some = std::min(channels, c.x.channels - channel);
+    take_turns(groups * shares, alone, [&](int64_t turn) {
+      const int64_t channel = turn / shares * channels, some = std::min(channels, c.x.channels - channel);
+      const int64_t tap = turn % shares * share, mine = std::min(share, some * each - tap);
+      if (mine <= 0) return;
       float* pixels = scratch(RIGHT).take(frame.values(channels));
       for (int64_t i = 0; i < number; ++i) {
         const int64_t left = rows_of(i), together = frame.pitch == count ? left : 1;  // rows of pixels that are one
@@ -235,8 +241,8 @@ inline void convolve_weights(const Convolution& c, const void* gradient, float* 
         for (int64_t panel = 0; left > 0 && panel < panels.number; ++panel) {
           const float* rest = packed + i * depth * width + panels.start(panel) * depth;
           for (int64_t r = 0; r < left; r += together) {
-            multiply_left_at(pixels + r * frame.pitch, taps.data(), rest + r * count * panels.width(panel),
-                             panels.width(panel) / LANES, to + channel * each * width + panels.start(panel), width, some * each,
+            multiply_left_at(pixels + r * frame.pitch, taps.data() + tap, rest + r * count * panels.width(panel),
+                             panels.width(panel) / LANES, to + (channel * each + tap) * width + panels.start(panel), width, mine,
                              together * count, start + i + r > 0);
           }
         }
