@@ -21,7 +21,7 @@ from pathlib import Path
 from harness import BadResult, Ratio, Result, Row, interval, read
 from harness.timing import Spread, times
 
-MACHINE = ("cpu", "cores", "threads", "features", "kernels")
+MACHINE = ("cpu", "cores", "threads", "features", "settings")
 VERSIONS = ("python", "torch", "triton", "numpy", "transformers")
 VERDICTS = {
     "failed": "Fails now", "slower": "Slower", "more": "Counts more", "faster": "Faster", "less": "Counts less",

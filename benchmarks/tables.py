@@ -94,6 +94,7 @@ def provenance(published: Published) -> str:
     command = "` and `".join(dict.fromkeys(made))
     machines = each(
         f"{m['cpu']}, {m['cores']} cores, {m['threads']} thread{'s' * (m['threads'] != '1')}, {m['features']}"
+        + "".join(f", `{setting}`" for setting in m.get("settings", "").split())
         for m in (result.machine for result in results)
     )
     versions = each(f"torch {result.machine.get('torch', '?')}" for result in results)

@@ -15,6 +15,8 @@ import torch
 from amp_compiler.kernels import capability
 
 ROOT = Path(__file__).resolve().parents[2]
+#: variables that choose the kernels of a CPU: ours, oneDNN's and torch's
+SETTINGS = ("AMP_CPU_KERNELS", "AMP_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 #: packages whose version can change a result, where they are installed
 PACKAGES = ("torch", "triton", "numpy", "transformers", "matplotlib")
 
@@ -26,7 +28,7 @@ def machine() -> dict[str, str]:
         "cores": str(os.cpu_count()),
         "threads": str(torch.get_num_threads()),
         "features": " ".join(capability.features()),
-        "kernels": os.environ.get("AMP_CPU_KERNELS", "auto"),
+        "settings": " ".join(f"{name}={value}" for name in SETTINGS if (value := os.environ.get(name))),
         "load": " ".join(f"{load:.1f}" for load in os.getloadavg()),
         "python": platform.python_version(),
         **_versions(),
