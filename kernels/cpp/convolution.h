@@ -306,28 +306,107 @@ inline Tensor convolution_by_products(const Convolution& c, const Tensor& x, con
   return result;
 }
 
-// The gradient of the images is a convolution of the results' gradient with the filters turned around, if they are moved by one.
-inline bool turns_around(const Convolution& c) {
-  const auto turns = [](const Along& a) { return a.stride == 1 && a.reach() >= a.padding; };
-  return turns(c.down) && turns(c.right);
+// The gradient of the images is a convolution of the results' gradient with the filters turned around. With a stride, each phase of
+// rows and of columns is one: pixels that are a stride apart are read by the same weights.
+struct Phase {
+  int64_t start, step, count;  // of the weights along one dimension
+  Along along;                 // of the convolution that computes this phase; count 0: no weight reads these pixels
+};
+
+inline Phase phase_of(const Along& a, int64_t number, int64_t pixels) {
+  int64_t start = 0, step = 1;
+  const auto reads = [&](int64_t tap) { return (tap * a.dilation - number - a.padding) % a.stride == 0; };
+  while (start < a.size && !reads(start)) ++start;
+  while (step * a.dilation % a.stride != 0) ++step;
+  const int64_t count = start < a.size ? (a.size - 1 - start) / step + 1 : 0, last = start + (count - 1) * step;
+  const int64_t padding = (last * a.dilation - number - a.padding) / a.stride;
+  return {start, step, count, {count, 1, padding, step * a.dilation / a.stride, pixels > number ? (pixels - number - 1) / a.stride + 1 : 0}};
 }
 
-inline Tensor gradient_of_images(const Convolution& c, const Tensor& gradient, const Tensor& x, const Tensor& weight) {
-  const int64_t channels = c.x.channels, each = c.each(), taps = c.filters * each;
-  std::vector<float> wide(c.filters * channels * each), turned(wide.size());
-  widen(c.x.type, weight.const_data_ptr(), wide.data(), c.filters * channels * each);
-  for (int64_t o = 0; o < c.filters; ++o) {
-    for (int64_t i = 0; i < channels; ++i) {
-      const float* from = wide.data() + (o * channels + i) * each;
-      float* to = turned.data() + i * taps + o * each;
-      for (int64_t t = 0; t < each; ++t) to[t] = from[each - 1 - t];
+// The filters, turned around, with the weights of two phases: [channel, filter, weight].
+inline std::vector<float> turned_around(const Convolution& c, const float* weights, const Phase& down, const Phase& right) {
+  const int64_t channels = c.x.channels, each = c.each();
+  std::vector<float> turned(c.filters * channels * down.count * right.count);
+  float* to = turned.data();
+  for (int64_t i = 0; i < channels; ++i) {
+    for (int64_t o = 0; o < c.filters; ++o) {
+      const float* from = weights + (o * channels + i) * each;
+      for (int64_t y = down.count - 1; y >= 0; --y) {
+        for (int64_t x = right.count - 1; x >= 0; --x) {
+          *to++ = from[(down.start + y * down.step) * c.right.size + right.start + x * right.step];
+        }
+      }
     }
   }
-  const auto back = [](const Along& a, int64_t count) { return Along{a.size, 1, a.reach() - a.padding, a.dilation, count}; };
-  const Convolution around{{gradient.const_data_ptr(), c.x.type, c.x.number, c.filters, c.down.count, c.right.count},
-                           back(c.down, c.x.height), back(c.right, c.x.width), channels, c.x.height, c.x.width};
+  return turned;
+}
+
+// One row of an image from a row of each phase.
+inline void interleave(const uint16_t* const* phases, int64_t stride, uint16_t* to, int64_t n) {
+  int64_t i = 0;
+  if (stride == 2) {
+    for (; 2 * i + 1 < n; ++i) {
+      to[2 * i] = phases[0][i];
+      to[2 * i + 1] = phases[1][i];
+    }
+    if (n % 2 == 1) to[n - 1] = phases[0][i];
+    return;
+  }
+  for (; i < n; ++i) to[i] = phases[i % stride][i / stride];
+}
+
+inline bool strided(const Convolution& c) { return c.down.stride > 1 || c.right.stride > 1; }
+
+// Whether phases are about as fast as torch's own kernel, as measured: in short rows many places are of no use. They need a quarter
+// of its memory, which holds the gradient in fp32 twice.
+inline bool phases_pay(const Convolution& c) { return strided(c) && c.right.count >= 16; }
+
+inline Tensor gradient_of_images(const Convolution& c, const Tensor& gradient, const Tensor& x, const Tensor& weight) {
+  const int64_t channels = c.x.channels, number = c.x.number, height = c.x.height, width = c.x.width;
+  std::vector<float> wide(c.filters * channels * c.each());
+  widen(c.x.type, weight.const_data_ptr(), wide.data(), static_cast<int64_t>(wide.size()));
   const Tensor result = at::empty(x.sizes(), c.x.type);
-  convolve(around, Operand{turned.data(), taps, false, at::kFloat, at::kFloat}, nullptr, result.mutable_data_ptr<void>());
+  const auto convolved = [&](const Phase& down, const Phase& right, void* to) {
+    const std::vector<float> turned = turned_around(c, wide.data(), down, right);
+    const Convolution around{{gradient.const_data_ptr(), c.x.type, number, c.filters, c.down.count, c.right.count},
+                             down.along, right.along, channels, down.along.count, right.along.count};
+    convolve(around, Operand{turned.data(), around.taps(), false, at::kFloat, at::kFloat}, nullptr, to);
+  };
+  if (!strided(c)) {
+    convolved(phase_of(c.down, 0, height), phase_of(c.right, 0, width), result.mutable_data_ptr<void>());
+    tidy();
+    return result;
+  }
+  // The rows of each phase of columns, phase after phase, in the order of the result's rows.
+  const int64_t across = c.right.stride;
+  std::vector<Tensor> parts;
+  std::vector<const uint16_t*> planes;
+  for (int64_t i = 0; i < c.down.stride; ++i) {
+    const Phase down = phase_of(c.down, i, height);
+    for (int64_t j = 0; j < across; ++j) {
+      const Phase right = phase_of(c.right, j, width);
+      Tensor part = at::empty({number, channels, down.along.count, right.along.count}, c.x.type);
+      uint16_t* to = static_cast<uint16_t*>(part.mutable_data_ptr<void>());
+      if (part.numel() > 0) {
+        down.count > 0 && right.count > 0 ? convolved(down, right, to) : static_cast<void>(std::fill(to, to + part.numel(), 0));
+      }
+      planes.push_back(to);
+      parts.push_back(std::move(part));
+    }
+  }
+  uint16_t* to = static_cast<uint16_t*>(result.mutable_data_ptr<void>());
+  at::parallel_for(0, number * channels, 16, [&](int64_t first, int64_t last) {
+    std::vector<const uint16_t*> rows(across);
+    for (int64_t plane = first; plane < last; ++plane) {
+      for (int64_t y = 0; y < height; ++y) {
+        for (int64_t j = 0; j < across; ++j) {
+          const int64_t phase = y % c.down.stride * across + j, tall = parts[phase].size(2), broad = parts[phase].size(3);
+          rows[j] = planes[phase] + (plane * tall + y / c.down.stride) * broad;
+        }
+        interleave(rows.data(), across, to + (plane * height + y) * width, width);
+      }
+    }
+  });
   tidy();
   return result;
 }

@@ -128,6 +128,9 @@ def windows(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], list[int
 @example(window=((2, 40, 70, 70), (70, 40, 3, 3), [1, 1], [1, 1], [1, 1]), biased=True, dtype=LOW[0], threads=2)
 @example(window=((1, 3, 90, 90), (9, 3, 7, 7), [2, 2], [3, 3], [1, 1]), biased=False, dtype=LOW[1], threads=2)
 @example(window=((3, 200, 8, 90), (24, 200, 3, 3), [1, 1], [1, 1], [1, 1]), biased=False, dtype=LOW[0], threads=2)
+@example(window=((2, 5, 9, 40), (7, 5, 2, 3), [2, 2], [1, 1], [1, 1]), biased=False, dtype=LOW[0], threads=2)
+@example(window=((1, 16, 7, 70), (9, 16, 3, 4), [3, 3], [0, 4], [2, 2]), biased=False, dtype=LOW[1], threads=1)
+@example(window=((3, 3, 4, 51), (20, 3, 1, 1), [2, 3], [2, 4], [1, 1]), biased=True, dtype=LOW[1], threads=2)
 @settings(max_examples=60, deadline=None)
 def test_any_window(window: Any, biased: bool, dtype: torch.dtype, threads: int) -> None:
     """Forward and all gradients, bit for bit: small integers have exact sums in any order."""
