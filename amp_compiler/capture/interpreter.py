@@ -61,7 +61,10 @@ class LoweringInterpreter(fx.Interpreter):
         if is_mark(n):
             return self.env[n.args[0]] if isinstance(n.args[0], fx.Node) else None
         before = [(x, get_proxy_slot(x, mode.tracer, None)) for x in inputs]
-        marks = {key: self._mark(asked, mode.tracer) for key, asked in _asked(n).items()}
+        marks = {
+            key: self._mark(asked, mode.tracer) for key, asked in _asked(n).items()
+            if key != ir.NUMBER_OF or self._may_be_low(asked)
+        }  # fmt: skip
         last = next(iter(reversed(mode.tracer.graph.nodes)), None) if marks else None
         result = self._run(n)
         new = list(_after(last, mode.tracer.graph)) if marks else []
@@ -73,6 +76,11 @@ class LoweringInterpreter(fx.Interpreter):
             if result is x and proxy is not None:
                 return _apart(x, proxy, mode.tracer)
         return result
+
+    def _may_be_low(self, asked: fx.Node) -> bool:
+        """False for a tensor that the author has given another dtype than fp32: its limits are always the same."""
+        value = self.asked[asked.name]
+        return not isinstance(value, torch.Tensor) or value.dtype is torch.float32
 
     def _mark(self, asked: fx.Node, tracer: Any) -> Any:
         """Return the node that a node of Dynamo's graph, which was asked for its dtype, has become; None if there is

@@ -145,6 +145,12 @@ def limits(x: Tensor) -> Tensor:
     return torch.where(x > 0, x, torch.finfo(x.dtype).max) * torch.finfo(x.dtype).eps
 
 
+def limits_of_the_authors_dtype(x: Tensor) -> Tensor:
+    return x.half().clamp(max=torch.finfo(x.half().dtype).max).float() + x.double().clamp(
+        min=torch.finfo(x.double().dtype).min
+    ).to(x.dtype)
+
+
 def created(x: Tensor) -> Tensor:
     return x + torch.ones(8, dtype=x.dtype) + torch.full((8,), torch.finfo(x.dtype).max, dtype=x.dtype)
 
@@ -189,7 +195,8 @@ def compares_two_inputs(x: Tensor) -> Tensor:
 
 
 FOLLOWED = [
-    follows, by_default, of_a_device, of_integers, of_floats, of_classes, through_an_object, limits, created,
+    follows, by_default, of_a_device, of_integers, of_floats, of_classes, through_an_object, limits,
+    limits_of_the_authors_dtype, created,
     a_constant, written, of_another, no_dtype_named, stores_it, of_a_tensor_that_is_not_read, compares_two_inputs,
 ]  # fmt: skip
 
