@@ -377,21 +377,27 @@ inline Tensor gradient_of_images(const Convolution& c, const Tensor& gradient, c
     tidy();
     return result;
   }
-  // The rows of each phase of columns, phase after phase, in the order of the result's rows.
+  // The images of one phase after the other, and then their pixels side by side.
+  struct Part {
+    const uint16_t* pixels;
+    int64_t rows, columns;
+  };
   const int64_t across = c.right.stride;
-  std::vector<Tensor> parts;
-  std::vector<const uint16_t*> planes;
+  std::vector<Part> parts(c.down.stride * across);
+  const Tensor memory = at::empty({result.numel()}, c.x.type);
+  uint16_t* next = static_cast<uint16_t*>(memory.mutable_data_ptr<void>());
   for (int64_t i = 0; i < c.down.stride; ++i) {
     const Phase down = phase_of(c.down, i, height);
     for (int64_t j = 0; j < across; ++j) {
       const Phase right = phase_of(c.right, j, width);
-      Tensor part = at::empty({number, channels, down.along.count, right.along.count}, c.x.type);
-      uint16_t* to = static_cast<uint16_t*>(part.mutable_data_ptr<void>());
-      if (part.numel() > 0) {
-        down.count > 0 && right.count > 0 ? convolved(down, right, to) : static_cast<void>(std::fill(to, to + part.numel(), 0));
+      const int64_t values = number * channels * down.along.count * right.along.count;
+      parts[i * across + j] = {next, down.along.count, right.along.count};
+      if (values > 0 && down.count > 0 && right.count > 0) {
+        convolved(down, right, next);
+      } else {
+        std::fill(next, next + values, 0);
       }
-      planes.push_back(to);
-      parts.push_back(std::move(part));
+      next += values;
     }
   }
   uint16_t* to = static_cast<uint16_t*>(result.mutable_data_ptr<void>());
@@ -400,8 +406,8 @@ inline Tensor gradient_of_images(const Convolution& c, const Tensor& gradient, c
     for (int64_t plane = first; plane < last; ++plane) {
       for (int64_t y = 0; y < height; ++y) {
         for (int64_t j = 0; j < across; ++j) {
-          const int64_t phase = y % c.down.stride * across + j, tall = parts[phase].size(2), broad = parts[phase].size(3);
-          rows[j] = planes[phase] + (plane * tall + y / c.down.stride) * broad;
+          const Part& part = parts[y % c.down.stride * across + j];
+          rows[j] = part.pixels + (plane * part.rows + y / c.down.stride) * part.columns;
         }
         interleave(rows.data(), across, to + (plane * height + y) * width, width);
       }

@@ -78,7 +78,7 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> lstm_layer_cpu(const T
   const Tensor low_gates = rounds ? at::empty(gates.sizes(), type) : gates;
   const Tensor state = at::empty({batch, hidden}, type), cell = at::empty({batch, hidden}, type);
   const std::vector<float> first_state = in_fp32(h), first_cell = in_fp32(c);
-  std::vector<float> last_cell(first_cell);
+  std::vector<float> last_cell(first_cell.begin(), first_cell.end());  // a copy would need a newer C++ library: see test_build.py
   if (length * batch * hidden > 0) {
     const Tensor rows = in_lines(x.reshape({length * batch, x.size(2)}), type), weight = in_lines(w_ih, type);
     const Result to{gates.mutable_data_ptr<void>(), at::kFloat, 4 * hidden, plus.empty() ? nullptr : plus.data()};

@@ -142,6 +142,22 @@ def test_the_declarations_are_those_of_torch(tmp_path: Path) -> None:
     assert told.returncode == 0, told.stderr
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the wheel is for x86-64")
+def test_a_wheel_runs_where_torch_does() -> None:
+    """torch's wheels are manylinux_2_28. The library needs no newer C or C++ library: some calls of the standard
+    library are functions of a newer one, depending on what the compiler can prove."""
+    newest = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 25), "CXXABI": (1, 3, 11)}
+    built = build.prepare()
+    if not built.loaded:
+        pytest.skip(f"no compiled kernels here: {built.reason}")
+    (library,) = registry._LOADED
+    names = set(re.findall(rb"\b(GLIBC|GLIBCXX|CXXABI)_([0-9.]+)", library.read_bytes()))
+    assert names
+    for name, version in names:
+        numbers = tuple(int(number) for number in version.split(b"."))
+        assert numbers <= newest[name.decode()], (name, version)
+
+
 def test_no_compiler_is_no_news(fresh: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(compile_cpp.shutil, "which", lambda name: None)
