@@ -78,7 +78,7 @@ PLANS = {
             " --variants fp32 autocast O0 O1 auto O2 O3 --rounds 16"),
         Job("widths", "steps", "--subjects nine_256 nine_1024 --kinds training --dtypes bfloat16"
             " --variants fp32 autocast O2 --rounds 16"),
-        Job("casts", "casts", "--dtypes bfloat16 --variants autocast O2"),
+        Job("casts", "casts", "--dtypes bfloat16 --variants autocast Policy.torch O2"),
         Job("growth", "growth", "--layers 2 6 --rounds 1"),
         Job("kernels", "kernels", "--rounds 6 --no-build"),
         Job("convert", "convert", "--rounds 6 --export-rounds 1"),

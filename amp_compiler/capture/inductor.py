@@ -13,7 +13,7 @@ from ..kernels.wide import FORMS
 
 aten = torch.ops.aten
 _CONVOLUTION, _BACKWARD = FORMS[aten.convolution.default], FORMS[aten.convolution_backward.default]
-_cast_op = torch.ops.prims.convert_element_type.default
+_CAST = torch.ops.prims.convert_element_type.default
 
 
 def prepare(graph: fx.Graph) -> None:
@@ -58,7 +58,7 @@ def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
     value = ir.tensor_of(node)
     if value is None or value.dtype == dtype:
         return node
-    new = graph.call_function(_cast_op, (node, dtype))
+    new = graph.call_function(_CAST, (node, dtype))
     new.meta = {**node.meta, "val": ir.retype(value, dtype)}
     return new
 
@@ -70,4 +70,4 @@ def _decompose_casts(graph: fx.Graph) -> None:
         if node.target is aten._to_copy.default and ir.is_cast(node):
             node.args = (ir.cast_source(node), ir.cast_dtype(node))
             node.kwargs = {}
-            node.target = _cast_op
+            node.target = _CAST

@@ -359,7 +359,13 @@ inline bool strided(const Convolution& c) { return c.down.stride > 1 || c.right.
 
 // Whether phases are about as fast as torch's own kernel, as measured: in short rows many places are of no use. They need a quarter
 // of its memory, which holds the gradient in fp32 twice.
-inline bool phases_pay(const Convolution& c) { return strided(c) && c.right.count >= 16; }
+inline bool phases_pay(const Convolution& c) { return c.right.count >= 16; }
+
+// Whether the places in a frame of the results' gradient are numbers of 32 bits; rows may have millions of them.
+inline bool has_places(const Convolution& c) {
+  const int64_t rows = std::min<int64_t>(4, c.down.count) + c.down.reach() / c.down.stride + 1;
+  return c.filters * rows * (c.right.count + c.right.reach() / c.right.stride + 1) < INT32_MAX;
+}
 
 inline Tensor gradient_of_images(const Convolution& c, const Tensor& gradient, const Tensor& x, const Tensor& weight) {
   const int64_t channels = c.x.channels, number = c.x.number, height = c.x.height, width = c.x.width;

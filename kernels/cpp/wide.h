@@ -80,7 +80,8 @@ inline std::tuple<AtenTensorHandle, AtenTensorHandle, AtenTensorHandle> wide_con
   const std::optional<Convolution> c = as_products(input, weight, stride, padding, dilation, transposed, groups);
   const bool known = c && usual_order(gradient) && gradient.scalar_type() == low, own = known && pays(*c);
   std::array<std::optional<Tensor>, 3> made;
-  if (output_mask[0] && known && (strided(*c) ? phases_pay(*c) : own)) made[0] = gradient_of_images(*c, gradient, input, weight);
+  const bool own_images = known && (strided(*c) ? phases_pay(*c) : own) && has_places(*c);
+  if (own_images && output_mask[0]) made[0] = gradient_of_images(*c, gradient, input, weight);
   if (own && output_mask[1]) made[1] = gradient_of_filters(*c, gradient, weight);
   if (own && output_mask[2]) made[2] = gradient_of_bias(*c, gradient);
   std::vector<int32_t> left;  // what torch's own kernel has to do
