@@ -10,6 +10,8 @@
    likewise one that is cast to fp32 to be sent to other processes
 3. on a CPU that computes low-precision products in fp32 (``kernels/cpu.py``), every product of low operands is
    replaced; on a CPU with low-precision units, none is
+4. ``bmm(q, view(clone(transpose(k))))``  →  ``cast_matmul(q, transpose(view(clone(k))), …)``: our kernel reads an
+   operand in either order, so a copy that is needed need not be a transposing one, which takes several times as long
 
 Off with ``Policy.torch``, whose results are bit-identical to autocast's. On a GPU under Inductor, products are left as
 they are: it fuses casts by itself.
@@ -38,6 +40,7 @@ from amp_compiler.rewrite.facts.functional import PRODUCTS, takes_bias
 aten = torch.ops.aten
 #: ops that only change the order of the elements: a cast commutes with them, and a product reads through them
 _VIEWS = {aten.t.default, aten.transpose.int, aten.permute.default}
+_SHAPES = {aten.view.default, aten._unsafe_view.default}
 
 
 def run(gm: fx.GraphModule, ctx: Context) -> bool:
@@ -46,6 +49,7 @@ def run(gm: fx.GraphModule, ctx: Context) -> bool:
     graph = gm.graph
     devices = ("cpu", "cuda") if ctx.backend == "eager" else ("cpu",)
     found = [n for n in graph.nodes if n.target in PRODUCTS and _is_low_product(n, devices)]
+    _copy_in_order(graph, found)
     wide = {n: out for n in found if (out := _wide_reader(n)) is not None}
     absorbed = {c for c in _absorbable(found) if _pays(c, wide)}
     absorbed = {c for c in absorbed if not any(ir.LEFT in reader.meta for reader in _final_readers(c))}
@@ -78,6 +82,71 @@ def _operands(node: fx.Node) -> list[fx.Node | None]:
     else:
         (left, right), bias = node.args, None
     return [x if isinstance(x, fx.Node) else None for x in (left, right, bias)]
+
+
+# ------------------------------------------------------------------------------------ copies of operands
+
+
+def _copy_in_order(graph: fx.Graph, found: list[fx.Node]) -> None:
+    """Apply rule 4 to the products on a CPU."""
+    taking = {n for n in found if n.meta["val"].device.type == "cpu"}
+    for view in list(graph.nodes):
+        source = _transposed_by_copy(view)
+        if source is None or not all(reader in taking for reader in _final_readers(view)):
+            continue
+        copy, shape = view.args
+        mode = ir.fake_mode(graph)
+        with graph.inserting_before(copy):
+            new = ir.call(graph, mode, copy.target, (source,), copy.kwargs)
+            new.meta = {**copy.meta, "val": new.meta["val"]}
+        with graph.inserting_before(view):
+            shown = ir.call(graph, mode, view.target, (new, [*shape[:-2], shape[-1], shape[-2]]), {})
+            last = len(shape) - 1  # permute: Inductor has no code for a transpose, which it decomposes while it traces
+            turned = ir.call(graph, mode, aten.permute.default, (shown, [*range(last - 1), last, last - 1]), {})
+        for node in (shown, turned):
+            node.meta = {**view.meta, "val": node.meta["val"]}
+        for reader in list(view.users):
+            if _is_turned(reader):
+                reader.replace_all_uses_with(shown)
+        view.replace_all_uses_with(turned)
+
+
+def _transposed_by_copy(view: fx.Node) -> fx.Node | None:
+    """Return x where the node is ``view(clone(transpose(x)))``, x has its elements in the order of its rows, and the
+    view leaves rows and columns as they are; None for other nodes."""
+    copy = view.args[0] if view.target in _SHAPES else None
+    if not isinstance(copy, fx.Node) or copy.target is not aten.clone.default or len(copy.users) != 1:
+        return None
+    wanted, copied = ir.tensor_of(view), ir.tensor_of(copy)
+    if wanted is None or copied is None or wanted.dim() < 3 or wanted.shape[-2:] != copied.shape[-2:]:
+        return None
+    turned = copy.args[0]
+    while isinstance(turned, fx.Node) and turned.target is aten.expand.default and _same_shape(turned, turned.args[0]):
+        turned = turned.args[0]
+    if not isinstance(turned, fx.Node) or not _is_turned(turned):
+        return None
+    source = turned.args[0]
+    value = ir.tensor_of(source) if isinstance(source, fx.Node) else None
+    if value is None or ir.concrete(value.stride(-1)) != 1 or not copied.is_contiguous():
+        return None
+    return source  # type: ignore[return-value]
+
+
+def _is_turned(node: fx.Node) -> bool:
+    """True if the node swaps the last two dimensions."""
+    value = ir.tensor_of(node)
+    if value is None or node.target not in _VIEWS:
+        return False
+    last = [value.dim() - 1, value.dim() - 2]
+    if node.target is aten.permute.default:
+        order = [d % value.dim() for d in node.args[1]]  # type: ignore[union-attr,operator]
+        return order == [*range(value.dim() - 2), *last]
+    return node.target is aten.transpose.int and sorted(d % value.dim() for d in node.args[1:]) == last[::-1]  # type: ignore[operator]
+
+
+def _same_shape(node: fx.Node, other: Any) -> bool:
+    one, two = ir.tensor_of(node), ir.tensor_of(other) if isinstance(other, fx.Node) else None
+    return one is not None and two is not None and one.shape == two.shape
 
 
 # ------------------------------------------------------------------------------------- casts of operands

@@ -1,11 +1,13 @@
 """Every backend computes what the graph says: the same numbers, and no rounding lost on the way."""
 
+import re
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 
 from amp_compiler import AmpModule, amp_compile
 
@@ -177,6 +179,30 @@ def test_inductor_rounds_gradients_as_eager_does():
 
     for ours, theirs in zip(run_chain("inductor"), run_chain("eager"), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_inductor_rounds_every_number_as_torch_does():
+    """Whole vectors and a remainder; numbers between two of bf16's, in the middle, next to it, infinite and NaN."""
+    high, low = torch.arange(2**16) << 16, torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    x = (high[:, None] + low).flatten().to(torch.uint32).view(torch.float32)
+    x = torch.cat([x, x[-5:]])
+
+    def fn(x: Tensor) -> Tensor:
+        return x.to(BF16).float().abs()
+
+    fast = compiled(fn, "inductor")
+    with torch.no_grad():
+        found, sources = run_and_get_code(lambda: fast(x))
+    expected = fn(x)
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0))
+    assert not [source for source in sources if PACKED_AND_UNPACKED.search(source)]
+
+
+#: a vector that is converted to bf16, and back at once
+PACKED_AND_UNPACKED = re.compile(
+    r"auto (\w+) = at::vec::convert<at::BFloat16,\d,float,\d>\(\w+\);\s*auto \w+ = at::vec::convert<float[^(]*\(\1\)"
+)
 
 
 class Windows(nn.Module):

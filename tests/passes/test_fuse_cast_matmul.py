@@ -16,7 +16,7 @@ from amp_compiler.kernels import cpu
 from amp_compiler.passes import fold_casts, fuse_cast_matmul, lower_kernels, scale_loss
 from amp_compiler.rewrite import facts
 from amp_compiler.rewrite.pipeline import Pipeline
-from helpers import BF16, F16, F32, casts, check_pass, context, functional, step_graph
+from helpers import BF16, F16, F32, casts, check_pass, context, functional, joint, step_graph
 
 X, W, B = torch.randn(4, 3), torch.randn(5, 3), torch.randn(5)
 FUSE, LOWER = fuse_cast_matmul.PASS, lower_kernels.PASS
@@ -140,6 +140,78 @@ def test_any_product(batch: int, low: torch.dtype, turned: bool, seed: int) -> N
     wide = b.to(low).float()
     exact = (a.to(low).float() @ (wide.transpose(-1, -2) if turned else wide)).to(low)
     torch.testing.assert_close(gm(a, b), exact, rtol=torch.finfo(low).eps, atol=1e-6)  # sums in another order
+
+
+def scores(q: Tensor, k: Tensor) -> Tensor:
+    """Attention written by hand: heads that lie side by side are copied apart for the product."""
+    q, k = (x.view(2, 6, 3, 4).transpose(1, 2) for x in (q, k))
+    return q @ k.transpose(-1, -2)
+
+
+Q, K = torch.randn(2, 6, 12).to(BF16), torch.randn(2, 6, 12).to(BF16)
+
+
+def test_an_operand_is_copied_in_its_own_order() -> None:
+    check_pass(FUSE, folded(scores, Q, K), modified=True, expected_text="""
+        input q_1: bf16[2, 6, 12]
+        input k_1: bf16[2, 6, 12]
+        view: bf16[2, 6, 3, 4] = view(q_1, [2, 6, 3, 4])
+        transpose: bf16[2, 3, 6, 4] = transpose.int(view, 1, 2)
+        view_1: bf16[2, 6, 3, 4] = view(k_1, [2, 6, 3, 4])
+        transpose_1: bf16[2, 3, 6, 4] = transpose.int(view_1, 1, 2)
+        expand: bf16[2, 3, 6, 4] = expand(transpose, [2, 3, 6, 4])
+        clone: bf16[2, 3, 6, 4] = clone(expand, memory_format=torch.contiguous_format)
+        _unsafe_view: bf16[6, 6, 4] = _unsafe_view(clone, [6, 6, 4])
+        clone_default: bf16[2, 3, 6, 4] = clone(transpose_1, memory_format=torch.contiguous_format)
+        _unsafe_view_default: bf16[6, 6, 4] = _unsafe_view(clone_default, [6, 6, 4])
+        permute_default: bf16[6, 4, 6] = permute(_unsafe_view_default, [0, 2, 1])
+        cast_matmul_default: bf16[6, 6, 6] = cast_matmul(_unsafe_view, permute_default, None, bf16, bf16)
+        _unsafe_view_2: bf16[2, 3, 6, 6] = _unsafe_view(cast_matmul_default, [2, 3, 6, 6])
+        return _unsafe_view_2
+    """)  # fmt: skip
+
+
+def test_a_transposed_copy_that_something_else_reads_stays() -> None:
+    def fn(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = (x.view(2, 6, 3, 4).transpose(1, 2) for x in (q, k))
+        turned = k.transpose(-1, -2).reshape(6, 4, 6)
+        return torch.bmm(q.reshape(6, 6, 4), turned), turned.view(-1)
+
+    gm = check_pass(FUSE, folded(fn, Q, K), modified=True)
+    torch.testing.assert_close(gm(Q, K), fn(Q, K))
+
+
+def test_the_backward_reads_the_same_copy() -> None:
+    fn = lambda q, k: scores(q.to(BF16), k.to(BF16))  # noqa: E731
+    gm = joint(fn, Q.float(), K.float())
+    fold_casts.PASS.run(gm, context())
+    before = ops(gm).count("aten::clone")
+    expected = gm(Q.float(), K.float())
+    check_pass(FUSE, gm, modified=True)
+    found = [n for n in gm.graph.nodes if ir.op_name(n) == "aten::clone"]
+    assert len(found) == before
+    for node in found:  # none reads its source across its rows
+        assert node.args[0].meta["val"].stride(-1) == 1
+    torch.testing.assert_close(gm(Q.float(), K.float()), expected)
+
+
+@settings(max_examples=20)
+@given(
+    batch=st.integers(1, 3), heads=st.integers(1, 3), rows=st.integers(1, 5), width=st.integers(1, 5),
+    left=st.booleans(), dynamic=st.booleans(), low=st.sampled_from([BF16, F16]),
+)  # fmt: skip
+def test_copies_in_any_order(
+    batch: int, heads: int, rows: int, width: int, left: bool, dynamic: bool, low: torch.dtype
+) -> None:
+    def fn(q: Tensor, k: Tensor) -> Tensor:
+        q, k = (x.unflatten(-1, (heads, width)).transpose(1, 2) for x in (q, k))
+        return q.transpose(-1, -2) @ k if left else q @ k.transpose(-1, -2)
+
+    q, k = torch.randn(2, batch, rows, heads * width).to(low)
+    gm = functional(fn, q, k, dynamic=dynamic)
+    fold_casts.PASS.run(gm, context())
+    check_pass(FUSE, gm, modified=True)
+    torch.testing.assert_close(gm(q, k), fn(q, k), rtol=2 * torch.finfo(low).eps, atol=1e-3)
 
 
 # ---------------------------------------------------------------------------------------- lower_kernels
