@@ -104,7 +104,7 @@ def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], joint: JointPas
         assert owner is not None
         backward = any(n.op == "placeholder" and str(n.target).startswith("tangents") for n in graph.nodes)
         joint(owner, "joint" if backward else "inference")
-        inductor.prepare(graph)
+        inductor.prepare(graph, inference=not backward)
 
     patches = {
         # otherwise Inductor keeps fp32 where the graph asks for rounding to the low-precision dtype
@@ -177,6 +177,7 @@ def decompositions_for(backend: str) -> Any:
     """Return the decompositions that the backend needs."""
     if backend != "inductor":
         return None
+    import torch._inductor.lowering  # noqa: F401  torch 2.13: max_pool2d's decomposition reads it without an import
     from torch._inductor.decomposition import select_decomp_table
 
     return select_decomp_table()
@@ -294,7 +295,8 @@ def _callable(gm: fx.GraphModule, backend: str) -> Callable[[list[Any]], Any]:
     from torch._inductor.virtualized import V
 
     gm = ir.copy_graph(gm)  # Inductor changes its input
-    inductor.prepare(gm.graph)
+    inductor.prepare(gm.graph, inference=False)
+    inductor.keep_strides(gm.graph)
     inputs = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
     with V.set_fake_mode(ir.fake_mode(gm.graph)), torch._inductor.config.patch("emulate_precision_casts", True):
         joint_graph_passes(gm)  # Inductor has no code for random ops before these

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from .. import ir
+from ..common.torch_names import pytree
 from ..kernels.wide import FORMS
 
 aten = torch.ops.aten
@@ -22,22 +23,31 @@ _CONVOLUTION, _BACKWARD = FORMS[aten.convolution.default], FORMS[aten.convolutio
 _CAST = torch.ops.prims.convert_element_type.default
 
 
-def prepare(graph: fx.Graph) -> None:
-    """Write the ops of our passes as ops that Inductor has code for."""
-    _open_convolutions(graph)
+def prepare(graph: fx.Graph, inference: bool) -> None:
+    """Write the ops of our passes as ops that Inductor has code for. ``inference``: the graph has no backward, here or
+    in another graph."""
+    if inference:
+        _open_convolutions(graph)
+    elif {_CONVOLUTION, _BACKWARD} <= {node.target for node in graph.nodes}:
+        _lay_out_images(graph)  # not in one half of a step: what it hands to the other half has the traced strides
     _decompose_casts(graph)
+
+
+def keep_strides(graph: fx.Graph) -> None:
+    """Have every result returned with the strides that were traced: another graph was compiled to read it with them.
+    Inductor's own callers ask for it by the same entry (torch 2.13)."""
+    last = next(iter(reversed(graph.nodes)))
+    results = pytree.tree_leaves(last.args)
+    last.meta["user_visible_output_idxs"] = [i for i, node in enumerate(results) if isinstance(node, fx.Node)]
 
 
 def _open_convolutions(graph: fx.Graph) -> None:
     """Replace ``amp::wide_convolution`` by what it stands for: torch's convolution in fp32 between casts.
 
     Inductor then chooses the layout, in which oneDNN's convolutions are faster, and its loops before and after them
-    widen and round. A graph with convolutions to differentiate stays as it is: the same loops would write what the
-    backward reads in fp32 as well, and hold it until then (a small ResNet's step took nine tenths of the time, but
-    1.8 times the memory, more than in fp32).
+    widen and round. This is for graphs without a backward: the same loops would write what the backward reads in fp32
+    as well, and hold it until then (a small ResNet's step took 1.8 times the memory, more than in fp32).
     """
-    if any(node.target is _BACKWARD for node in graph.nodes):
-        return
     widened: dict[fx.Node, fx.Node] = {}
 
     def wide(node: fx.Node) -> fx.Node:
@@ -58,6 +68,26 @@ def _open_convolutions(graph: fx.Graph) -> None:
             rounded = _cast(graph, node, value.dtype)
         for reader in readers:
             reader.replace_input_with(node, rounded)
+
+
+def _lay_out_images(graph: fx.Graph) -> None:
+    """Have ``amp::wide_convolution`` and its backward read images in channels-last order.
+
+    oneDNN's convolutions are faster in it, and Inductor would choose it for torch's convolutions. For other ops it
+    keeps the strides that ``node.meta["eager_input_vals"]`` has (torch 2.13), and has the loops before write them.
+    """
+    for node in graph.nodes:
+        if node.target not in (_CONVOLUTION, _BACKWARD):
+            continue
+        images = set(node.args[: 1 if node.target is _CONVOLUTION else 2])
+
+        def traced(arg: fx.Node, images: set[Any] = images) -> Any:
+            value = arg.meta["val"]
+            if arg not in images or value.dim() != 4 or value.device.type != "cpu":
+                return value
+            return torch.empty_like(value, memory_format=torch.channels_last)
+
+        node.meta["eager_input_vals"] = fx.map_arg((node.args, node.kwargs), traced)
 
 
 def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:

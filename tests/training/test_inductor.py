@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+import textwrap
 
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
+from torch._inductor.utils import run_and_get_code
 
 from amp_compiler import compile_train_step
 from networks import EncoderLayer
@@ -100,3 +105,63 @@ def test_gradients_that_share_memory_are_unscaled_once_each() -> None:
     for name, wanted in {"a": x, "b": x, "c": torch.ones(4), "d": x}.items():
         assert torch.equal(getattr(model, name).grad, wanted), name
     assert torch.equal(x, torch.tensor([1.0, -2.0, 3.0, 0.5]))
+
+
+class Pictures(nn.Module):
+    """Convolutions whose gradients go on to other convolutions, and a pool between them."""
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
+        self.inner = nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(16, 24, 3, stride=2), nn.ReLU(), nn.Conv2d(24, 8, 1))
+        self.last = nn.Linear(8 * 9, 5)
+        self.checkpointed = checkpointed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.checkpointed:
+            x = torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+        else:
+            x = self.inner(x)
+        return self.last(x.flatten(1))
+
+
+@pytest.mark.parametrize(("level", "checkpointed"), [("O2", False), ("O2", True), ("O0", True)])
+def test_images_are_laid_out_for_convolutions(
+    level: str, checkpointed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Channels last inside of the step; gradients keep their layout, and so does what one half hands to the other."""
+    monkeypatch.setenv("AMP_CPU_KERNELS", "wide")
+    torch.manual_seed(0)
+    model, x, y = Pictures(checkpointed), torch.randn(4, 3, 14, 14), torch.randint(5, (4,))
+    gradients = {}
+    for backend in ("eager", "inductor"):
+        own = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9, fused=True)
+        step = compile_train_step(
+            own, F.cross_entropy, optimizer, level=level, dtype=torch.bfloat16, backend=backend
+        )
+        result, sources = run_and_get_code(lambda step=step: step(x, y))
+        assert not bool(result.skipped)
+        assert len(step.joint_graphs) == 1
+        gradients[backend] = {name: p.grad for name, p in own.named_parameters()}
+        assert all(p.grad.stride() == p.stride() for p in own.parameters())
+    for name, value in gradients["eager"].items():
+        # a rounding more or less in each of a dozen ops, relative to the largest gradient of the tensor
+        bound = 12 * torch.finfo(torch.bfloat16).eps * value.abs().max()
+        assert (gradients["inductor"][name] - value).abs().max() <= bound, name
+    if not checkpointed:
+        assert "(4, 16, 14, 14), (3136, 1, 224, 16), torch.bfloat16" in "".join(sources)
+        assert "(4, 16, 14, 14), (3136, 196, 14, 1), torch.bfloat16" not in "".join(sources)
+
+
+def test_a_pool_needs_nothing_that_was_imported_before() -> None:
+    """torch's decomposition of it reads a module of Inductor's that it does not import."""
+    code = """
+        import torch
+        from amp_compiler.capture.autodiff import decompositions_for
+        table = decompositions_for("inductor")
+        values, _ = table[torch.ops.aten.max_pool2d_with_indices.default](torch.rand(1, 1, 4, 4), [2, 2], [2, 2])
+        assert values.shape == (1, 1, 2, 2)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
