@@ -27,6 +27,7 @@ struct Convolution {
   Images x;
   Along down, right;
   int64_t filters, rows, columns;  // the last two: of the result, as torch sees it
+  bool planar = false;  // images of two dimensions for torch
   int64_t each() const { return down.size * right.size; }
   int64_t taps() const { return x.channels * each(); }
   int64_t pixels() const { return down.count * right.count; }
@@ -103,6 +104,19 @@ inline bool pays(const Convolution& c) {
   if (c.x.channels % 16 != 0) return useful > 0.7;
   if (c.each() == 1) return useful > 0.9;
   return c.down.stride == 1 && c.right.stride == 1 && useful > 0.935 && (LANES == 16 || c.x.channels <= 32);
+}
+
+// Whether torch's own kernel is faster if it gets images with their channels last, as measured, for results and for the images'
+// gradient: it is unless it makes blocks of many weights for few pixels.
+inline bool last_pays(const Convolution& c) {
+  if (!c.planar || c.x.channels < 16 || c.filters < 16) return false;
+  return c.each() == 1 || c.x.number * c.x.height * c.x.width >= 2 * c.filters * c.each();
+}
+
+// The same for the filters' gradient: only with many pixels.
+inline bool filters_last_pays(const Convolution& c) {
+  const bool every = c.down.stride == 1 && c.right.stride == 1;
+  return LANES == 16 && every && last_pays(c) && c.x.number * c.x.height * c.x.width >= 6 * c.filters * c.each();
 }
 
 // Runs f with the next number until there are none, in all threads. Of the scratch memory, RIGHT is each thread's own.
@@ -288,7 +302,7 @@ inline std::optional<Convolution> as_products(const Tensor& x, const Tensor& wei
     width = right.count = all / parts;
   }
   return Convolution{{x.const_data_ptr(), x.scalar_type(), x.size(0), x.size(1), height, width}, down, right, weight.size(0), rows,
-                     columns};
+                     columns, dim == 2};
 }
 
 inline Tensor convolution_by_products(const Convolution& c, const Tensor& x, const Tensor& weight,

@@ -5,19 +5,68 @@
 
 namespace amp {
 
-inline Tensor widened(size_t slot, const Tensor& x) {
-  thread_local std::vector<Scratch> pieces;
-  if (pieces.size() <= slot) pieces.resize(slot + 1);
-  const Tensor dense = x.is_non_overlapping_and_dense() ? x : x.contiguous();
-  const int64_t n = dense.numel();
-  if (n * static_cast<int64_t>(sizeof(float)) > KEPT) return dense.to(at::kFloat);
-  float* to = pieces[slot].take(n);
-  const Type type = dense.scalar_type();
-  const void* from = dense.const_data_ptr();
-  conversions().add(n * static_cast<int64_t>(sizeof(float)));
-  parallel(n, [&](int64_t start, int64_t end) { widen(type, advanced(from, type, start), to + start, end - start); });
-  return at::from_blob(to, dense.sizes(), dense.strides(), at::kFloat);
+// Images of two dimensions, or filters: pixel (y, x) of channel c of image n is number ((n * height + y) * width + x) * channels + c.
+inline std::vector<int64_t> channels_last(at::IntArrayRef sizes) {
+  const int64_t channels = sizes[1], height = sizes[2], width = sizes[3];
+  return {channels * height * width, 1, width * channels, channels};
 }
+
+// fp32 tensors for the arguments of one op, of which low ones are widened, each into memory of its own.
+class Widened {
+ public:
+  explicit Widened(Type low) : low_(low) {}
+
+  AtenTensorHandle operator()(const Tensor& x) {
+    if (x.scalar_type() != low_) return hold(x);
+    const Tensor dense = x.is_non_overlapping_and_dense() ? x : x.contiguous();
+    const Tensor wide = room(dense.sizes(), dense.strides());
+    float* to = wide.mutable_data_ptr<float>();
+    const void* from = dense.const_data_ptr();
+    parallel(wide.numel(), [&](int64_t start, int64_t end) { widen(low_, advanced(from, low_, start), to + start, end - start); });
+    conversions().add(wide.numel() * static_cast<int64_t>(sizeof(float)));
+    return hold(wide);
+  }
+
+  // Images in torch's usual order, with their channels last.
+  AtenTensorHandle channels_to_the_end(const Tensor& x) {
+    const Tensor wide = room(x.sizes(), channels_last(x.sizes()));
+    const int64_t channels = x.size(1), pixels = x.size(2) * x.size(3);
+    float* to = wide.mutable_data_ptr<float>();
+    parallel(wide.numel(), [&](int64_t start, int64_t end) {  // by pixels: those that begin in the part
+      for (int64_t i = blocks(start, channels), last = blocks(end, channels); i < last;) {
+        const int64_t image = i / pixels, pixel = i % pixels, number = std::min(pixels - pixel, last - i);
+        const Operand turned{advanced(x.const_data_ptr(), low_, image * channels * pixels), pixels, true, low_, low_};
+        pack(turned, pixel, 0, number, channels, to + i * channels, channels);
+        i += number;
+      }
+    });
+    conversions().add(wide.numel() * static_cast<int64_t>(sizeof(float)));
+    return hold(wide);
+  }
+
+  // What is read for its sizes and strides only.
+  AtenTensorHandle shape(const Tensor& x, bool last) { 
+    if (last) return hold(room(x.sizes(), channels_last(x.sizes())));
+    return hold(x.is_non_overlapping_and_dense() ? room(x.sizes(), x.strides()) : room(x.sizes(), at::contiguous_strides(x.sizes())));
+  }
+
+ private:
+  AtenTensorHandle hold(const Tensor& x) {
+    held_.push_back(x);
+    return held_.back().get();
+  }
+  Tensor room(at::IntArrayRef sizes, at::IntArrayRef strides) {
+    thread_local std::vector<Scratch> pieces;
+    if (pieces.size() <= held_.size()) pieces.resize(held_.size() + 1);
+    int64_t n = 1;
+    for (int64_t size : sizes) n *= size;
+    if (n * static_cast<int64_t>(sizeof(float)) > KEPT) return at::empty_strided(sizes, strides, at::kFloat);
+    return at::from_blob(pieces[held_.size()].take(n), sizes, strides, at::kFloat);
+  }
+
+  Type low_;
+  std::vector<Tensor> held_;
+};
 
 inline Tensor narrowed(const Tensor& x, Type low) {
   const Tensor dense = x.is_non_overlapping_and_dense() ? x : x.contiguous();
@@ -29,25 +78,40 @@ inline Tensor narrowed(const Tensor& x, Type low) {
   return result;
 }
 
-// The arguments of an op in fp32: low ones are widened, each into memory of its own.
-class Widened {
- public:
-  explicit Widened(Type low) : low_(low) {}
-  AtenTensorHandle operator()(const Tensor& x) {
-    held_.push_back(x.scalar_type() == low_ ? widened(held_.size(), x) : x);
-    return held_.back().get();
-  }
-
- private:
-  Type low_;
-  std::vector<Tensor> held_;
-};
+// The same of images or filters whose channels are last: the result has torch's usual order.
+inline Tensor narrowed_from_last(const Tensor& x, Type low) {
+  const std::vector<int64_t> last = channels_last(x.sizes());
+  if (!std::equal(last.begin(), last.end(), x.strides().begin())) return narrowed(x.contiguous(), low);
+  constexpr int64_t LINES = 16, PIXELS = 256;
+  const Tensor result = at::empty(x.sizes(), low);
+  const int64_t channels = x.size(1), pixels = x.size(2) * x.size(3), groups = blocks(channels, LINES);
+  const float* from = x.const_data_ptr<float>();
+  void* to = result.mutable_data_ptr<void>();
+  const auto run = [&](int64_t start, int64_t end) {
+    float lines[LINES * PIXELS];
+    for (int64_t i = start; i < end; ++i) {
+      const int64_t image = i / groups, first = i % groups * LINES, number = std::min(LINES, channels - first);
+      const Operand turned{from + image * channels * pixels, channels, true, at::kFloat, at::kFloat};
+      for (int64_t pixel = 0; pixel < pixels; pixel += PIXELS) {
+        const int64_t some = std::min(PIXELS, pixels - pixel);
+        pack(turned, first, pixel, number, some, lines, PIXELS);
+        finish(low, lines, PIXELS, nullptr, advanced(to, low, (image * channels + first) * pixels + pixel), pixels, number, some);
+      }
+    }
+  };
+  const int64_t parts = x.size(0) * groups;
+  x.numel() <= GRAIN || at::get_num_threads() == 1 ? run(0, parts) : at::parallel_for(0, parts, 1, run);
+  conversions().add(x.numel() * bytes_of(low));
+  return result;
+}
 
 // A result, which may be undefined.
-inline AtenTensorHandle rounded_result(AtenTensorHandle result, Type low) {
+inline AtenTensorHandle rounded_result(AtenTensorHandle result, Type low, bool last = false) {
   bool defined = false;
   succeeds(aoti_torch_is_defined(result, &defined));
-  return defined ? narrowed(Tensor(result), low).handed_over() : result;
+  if (!defined) return result;
+  const Tensor wide(result);
+  return (last && wide.dim() == 4 ? narrowed_from_last(wide, low) : narrowed(wide, low)).handed_over();
 }
 
 // The first low dtype among the tensors.
@@ -65,11 +129,13 @@ inline AtenTensorHandle wide_convolution_cpu(const Tensor& input, const Tensor& 
   const std::optional<Convolution> c = as_products(input, weight, stride, padding, dilation, transposed, groups);
   if (c && pays(*c) && (!bias || bias->scalar_type() != Type::Other)) return convolution_by_products(*c, input, weight, bias).handed_over();
   Widened wide(low);
+  const bool last = c && last_pays(*c);
   AtenTensorHandle result = nullptr, plus = bias ? wide(*bias) : nullptr;
-  succeeds(aoti_torch_cpu_convolution(wide(input), wide(weight), plus ? &plus : nullptr, stride.data(), stride.size(),
+  const AtenTensorHandle images = last ? wide.channels_to_the_end(input) : wide(input);
+  succeeds(aoti_torch_cpu_convolution(images, wide(weight), plus ? &plus : nullptr, stride.data(), stride.size(),
                                       padding.data(), padding.size(), dilation.data(), dilation.size(), transposed,
                                       output_padding.data(), output_padding.size(), groups, &result));
-  return rounded_result(result, low);
+  return rounded_result(result, low, last);
 }
 
 inline std::tuple<AtenTensorHandle, AtenTensorHandle, AtenTensorHandle> wide_convolution_backward_cpu(
@@ -79,29 +145,37 @@ inline std::tuple<AtenTensorHandle, AtenTensorHandle, AtenTensorHandle> wide_con
   const Type low = low_of({&gradient, &input, &weight});
   const std::optional<Convolution> c = as_products(input, weight, stride, padding, dilation, transposed, groups);
   const bool known = c && usual_order(gradient) && gradient.scalar_type() == low, own = known && pays(*c);
-  std::array<std::optional<Tensor>, 3> made;
   const bool own_images = known && (strided(*c) ? phases_pay(*c) : own) && has_places(*c);
-  if (own_images && output_mask[0]) made[0] = gradient_of_images(*c, gradient, input, weight);
-  if (own && output_mask[1]) made[1] = gradient_of_filters(*c, gradient, weight);
-  if (own && output_mask[2]) made[2] = gradient_of_bias(*c, gradient);
-  std::vector<int32_t> left;  // what torch's own kernel has to do
-  for (size_t i = 0; i < 3; ++i) left.push_back(output_mask[i] && !made[i]);
   AtenTensorHandle results[3] = {};
-  if (left[0] || left[1] || left[2]) {
-    Widened wide(low);
+  Widened wide(low);
+  // torch's own kernel, for the results of a mask. Its copies of the images are the most memory that a step of a network holds.
+  const auto by_torch = [&](const std::array<int32_t, 3>& mask, bool last) {
+    const AtenTensorHandle given = last ? wide.channels_to_the_end(gradient) : wide(gradient);
+    const AtenTensorHandle images = !mask[1] ? wide.shape(input, last) : last ? wide.channels_to_the_end(input) : wide(input);
     const int64_t* sizes = bias_sizes ? bias_sizes->data() : nullptr;
+    std::array<AtenTensorHandle, 3> found = {};
     succeeds(aoti_torch_cpu_convolution_backward(
-        wide(gradient), wide(input), wide(weight), bias_sizes ? &sizes : nullptr, bias_sizes ? bias_sizes->size() : 0,
-        stride.data(), stride.size(), padding.data(), padding.size(), dilation.data(), dilation.size(), transposed,
-        output_padding.data(), output_padding.size(), groups, left.data(), left.size(), &results[0], &results[1], &results[2]));
-    for (AtenTensorHandle& result : results) result = rounded_result(result, low);
-  } else {
-    for (AtenTensorHandle& result : results) succeeds(aoti_torch_new_uninitialized_tensor(&result));
+        given, images, wide(weight), bias_sizes ? &sizes : nullptr, bias_sizes ? bias_sizes->size() : 0, stride.data(), stride.size(),
+        padding.data(), padding.size(), dilation.data(), dilation.size(), transposed, output_padding.data(), output_padding.size(),
+        groups, mask.data(), mask.size(), &found[0], &found[1], &found[2]));
+    for (size_t i = 0; i < 3; ++i) {
+      if (mask[i]) results[i] = rounded_result(found[i], low, last);
+      else aoti_torch_delete_tensor_object(found[i]);
+    }
+  };
+  // The images' gradient comes last: it is as large as all that the others need.
+  if (own) {
+    if (output_mask[1]) results[1] = gradient_of_filters(*c, gradient, weight).handed_over();
+    if (output_mask[2]) results[2] = gradient_of_bias(*c, gradient).handed_over();
+  } else if (output_mask[1] || output_mask[2]) {
+    by_torch({0, output_mask[1], output_mask[2]}, known && filters_last_pays(*c));
   }
-  for (size_t i = 0; i < 3; ++i) {
-    if (!made[i]) continue;
-    aoti_torch_delete_tensor_object(results[i]);
-    results[i] = std::move(*made[i]).handed_over();
+  if (output_mask[0]) {
+    if (own_images) results[0] = gradient_of_images(*c, gradient, input, weight).handed_over();
+    else by_torch({1, 0, 0}, known && last_pays(*c));
+  }
+  for (AtenTensorHandle& result : results) {
+    if (!result) succeeds(aoti_torch_new_uninitialized_tensor(&result));
   }
   return {results[0], results[1], results[2]};
 }

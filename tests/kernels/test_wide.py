@@ -131,6 +131,11 @@ def windows(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], list[int
 @example(window=((2, 5, 9, 40), (7, 5, 2, 3), [2, 2], [1, 1], [1, 1]), biased=False, dtype=LOW[0], threads=2)
 @example(window=((1, 16, 7, 70), (9, 16, 3, 4), [3, 3], [0, 4], [2, 2]), biased=False, dtype=LOW[1], threads=1)
 @example(window=((3, 3, 4, 51), (20, 3, 1, 1), [2, 3], [2, 4], [1, 1]), biased=True, dtype=LOW[1], threads=2)
+# torch's kernel, with channels last: results, images' and filters' gradients, in parts that do not divide
+@example(window=((16, 64, 16, 16), (64, 64, 3, 3), [1, 1], [1, 1], [1, 1]), biased=True, dtype=LOW[0], threads=2)
+@example(window=((5, 32, 14, 15), (40, 32, 3, 3), [2, 2], [1, 1], [1, 1]), biased=False, dtype=LOW[1], threads=2)
+@example(window=((3, 48, 19, 7), (17, 48, 1, 1), [2, 2], [0, 0], [1, 1]), biased=True, dtype=LOW[0], threads=1)
+@example(window=((2, 16, 33, 20), (21, 16, 2, 3), [1, 2], [1, 0], [1, 2]), biased=False, dtype=LOW[1], threads=2)
 @settings(max_examples=60, deadline=None)
 def test_any_window(window: Any, biased: bool, dtype: torch.dtype, threads: int) -> None:
     """Forward and all gradients, bit for bit: small integers have exact sums in any order."""
@@ -147,7 +152,9 @@ def test_any_window(window: Any, biased: bool, dtype: torch.dtype, threads: int)
     try:
         exact = aten.convolution.default(x, w, bias, *rest)
         low = [None if t is None else t.to(dtype) for t in (x, w, bias)]
-        assert torch.equal(FORMS[aten.convolution.default](*low, *rest), exact.to(dtype))
+        result = FORMS[aten.convolution.default](*low, *rest)
+        assert torch.equal(result, exact.to(dtype))
+        assert result.is_contiguous()
         g = numbers(*exact.shape)
         for mask in ([True, True, biased], [True, False, False], [False, True, False]):
             more = ([w_size[0]] if biased else None, *rest, mask)
@@ -155,7 +162,7 @@ def test_any_window(window: Any, biased: bool, dtype: torch.dtype, threads: int)
             got = FORMS[aten.convolution_backward.default](g.to(dtype), low[0], low[1], *more)
             for mine, theirs in zip(leaves(got), leaves(wide), strict=True):
                 assert (mine is None) == (theirs is None)
-                assert mine is None or torch.equal(mine, theirs.to(dtype))
+                assert mine is None or (mine.is_contiguous() and torch.equal(mine, theirs.to(dtype)))
     finally:
         torch.set_num_threads(before)
 
