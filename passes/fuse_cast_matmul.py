@@ -117,8 +117,10 @@ def _transposed_by_copy(view: fx.Node) -> fx.Node | None:
     copy = view.args[0] if view.target in _SHAPES else None
     if not isinstance(copy, fx.Node) or copy.target is not aten.clone.default or len(copy.users) != 1:
         return None
+    if copy.kwargs.get("memory_format") is not torch.contiguous_format:
+        return None
     wanted, copied = ir.tensor_of(view), ir.tensor_of(copy)
-    if wanted is None or copied is None or wanted.dim() < 3 or wanted.shape[-2:] != copied.shape[-2:]:
+    if wanted is None or copied is None or wanted.dim() < 3 or not _equal(wanted.shape[-2:], copied.shape[-2:]):
         return None
     turned = copy.args[0]
     while isinstance(turned, fx.Node) and turned.target is aten.expand.default and _same_shape(turned, turned.args[0]):
@@ -127,7 +129,7 @@ def _transposed_by_copy(view: fx.Node) -> fx.Node | None:
         return None
     source = turned.args[0]
     value = ir.tensor_of(source) if isinstance(source, fx.Node) else None
-    if value is None or ir.concrete(value.stride(-1)) != 1 or not copied.is_contiguous():
+    if value is None or ir.concrete(value.stride(-1)) != 1:
         return None
     return source  # type: ignore[return-value]
 
@@ -146,7 +148,18 @@ def _is_turned(node: fx.Node) -> bool:
 
 def _same_shape(node: fx.Node, other: Any) -> bool:
     one, two = ir.tensor_of(node), ir.tensor_of(other) if isinstance(other, fx.Node) else None
-    return one is not None and two is not None and one.shape == two.shape
+    return one is not None and two is not None and _equal(one.shape, two.shape)
+
+
+def _equal(one: Sequence[Any], two: Sequence[Any]) -> bool:
+    """True if sizes are known to be equal; to ask symbolic ones would make a guard."""
+    if len(one) != len(two):
+        return False
+    if all(isinstance(size, int) for size in (*one, *two)):
+        return one == two
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return all(statically_known_true(a == b) for a, b in zip(one, two, strict=True))
 
 
 # ------------------------------------------------------------------------------------- casts of operands
