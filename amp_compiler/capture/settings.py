@@ -44,15 +44,26 @@ def varying_numbers() -> contextlib.AbstractContextManager[None]:
 def small_collections() -> Iterator[None]:
     """Have the garbage collector look only at objects that are made inside of the block. Capturing a graph makes enough
     of them to start full collections, and going over all objects of a process that has imported torch and a library of
-    models takes as long as reading a small model. Nothing is changed if the user has frozen objects."""
-    if gc.get_freeze_count():
+    models takes as long as reading a small model. Nothing is changed if the user has frozen objects.
+
+    Called with Dynamo's lock. Counting frozen objects takes as long as a collection, so it ends once there are some.
+    """
+    if not _Frozen.by_us and not _Frozen.by_user:
+        _Frozen.by_user = bool(gc.get_freeze_count())
+    if _Frozen.by_us or _Frozen.by_user:
         yield
         return
     gc.freeze()
+    _Frozen.by_us = True
     try:
         yield
     finally:
+        _Frozen.by_us = False
         gc.unfreeze()
+
+
+class _Frozen:
+    by_us = by_user = False
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from amp_compiler import AmpModule, AmpWarning, Policy, amp_compile, precision
+from amp_compiler.capture import settings
 from amp_compiler.common.errors import CaptureError
 from networks import NETWORKS, Quantize, Recurrent
 
@@ -543,17 +544,31 @@ def test_fullgraph_refuses_a_break() -> None:
         compiled(model, fullgraph=True)(*args)
 
 
-def test_objects_that_the_user_has_frozen_stay_so() -> None:
-    fast = amp_compile(nn.Linear(4, 4), backend="eager")
+@pytest.fixture
+def knows_of_no_frozen_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings._Frozen, "by_user", False)
+
+
+@pytest.mark.usefixtures("knows_of_no_frozen_objects")
+def test_objects_that_the_user_has_frozen_stay_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And they are counted once: that takes as long as a collection, and a model may have hundreds of frames."""
+    count, counted = gc.get_freeze_count, []
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: counted.append(1) or count())
+    models = [amp_compile(nn.Linear(4, 4), backend="eager") for _ in range(3)]
     gc.freeze()
     try:
-        fast(torch.ones(2, 4))
-        assert gc.get_freeze_count() > 0
+        for fast in models:
+            fast(torch.ones(2, 4))
+        assert len(counted) == 1
+        assert count() > 0
     finally:
         gc.unfreeze()
 
 
+@pytest.mark.usefixtures("knows_of_no_frozen_objects")
 def test_nothing_is_left_frozen() -> None:
+    gc.unfreeze()
+
     def fail(x: Tensor) -> Tensor:
         return x.reshape(3, 7)
 
