@@ -114,7 +114,7 @@ def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], joint: JointPas
 
     def inner(graph: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         _donate_nothing()
-        with inductor.rounding_in_registers():
+        with inductor.generating():
             return compile_fx_inner(graph, inputs, **kwargs)
 
     return compile_fx(gm, list(example_inputs), inner_compile=inner, config_patches=patches)
@@ -300,7 +300,7 @@ def _callable(gm: fx.GraphModule, backend: str) -> Callable[[list[Any]], Any]:
     inputs = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
     with V.set_fake_mode(ir.fake_mode(gm.graph)), torch._inductor.config.patch("emulate_precision_casts", True):
         joint_graph_passes(gm)  # Inductor has no code for random ops before these
-        with inductor.rounding_in_registers():
+        with inductor.generating():
             compiled: Any = compile_fx_inner(gm, inputs)
     run: Callable[[list[Any]], Any] = compiled
     return run

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -107,6 +109,26 @@ def _decompose_casts(graph: fx.Graph) -> None:
             node.args = (ir.cast_source(node), ir.cast_dtype(node))
             node.kwargs = {}
             node.target = _CAST
+
+
+# --------------------------------------------------------------------------------------------- code of its own
+
+
+@contextlib.contextmanager
+def generating() -> Iterator[None]:
+    """Around every compilation of one of our graphs by Inductor.
+
+    Its cache of compiled graphs does not know of what this file does besides changing the graph, so the key gets a mark
+    of the file: after an update, code that an earlier version made is not used.
+    """
+    config: Any = torch.compiler.config
+    with config.patch(cache_key_tag=f"{config.cache_key_tag} {_version()}".strip()), rounding_in_registers():
+        yield
+
+
+@functools.cache
+def _version() -> str:
+    return "amp_compiler " + hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
 
 
 # --------------------------------------------------------------------------------------------- its C++ loops
