@@ -17,7 +17,6 @@ import torch
 from torch import fx
 
 from .. import ir
-from ..common.torch_names import pytree
 from ..kernels.wide import FORMS
 
 aten = torch.ops.aten
@@ -39,7 +38,7 @@ def keep_strides(graph: fx.Graph) -> None:
     """Have every result returned with the strides that were traced: another graph was compiled to read it with them.
     Inductor's own callers ask for it by the same entry (torch 2.13)."""
     last = next(iter(reversed(graph.nodes)))
-    results = pytree.tree_leaves(last.args)
+    results: Any = last.args[0]  # with their Nones: Inductor counts these
     last.meta["user_visible_output_idxs"] = [i for i, node in enumerate(results) if isinstance(node, fx.Node)]
 
 
@@ -81,15 +80,11 @@ def _lay_out_images(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target not in (_CONVOLUTION, _BACKWARD):
             continue
-        images = set(node.args[: 1 if node.target is _CONVOLUTION else 2])
-
-        def traced(arg: fx.Node, images: set[Any] = images) -> Any:
-            value = arg.meta["val"]
-            if arg not in images or value.dim() != 4 or value.device.type != "cpu":
-                return value
-            return torch.empty_like(value, memory_format=torch.channels_last)
-
-        node.meta["eager_input_vals"] = fx.map_arg((node.args, node.kwargs), traced)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
+        number = 1 if node.target is _CONVOLUTION else 2  # images, or the results' gradient and the images
+        if args[0].dim() == 4:
+            images = [torch.empty_like(value, memory_format=torch.channels_last) for value in args[:number]]
+            node.meta["eager_input_vals"] = (*images, *args[number:]), kwargs
 
 
 def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:

@@ -45,7 +45,7 @@ class Widened {
   }
 
   // What is read for its sizes and strides only.
-  AtenTensorHandle shape(const Tensor& x, bool last) { 
+  AtenTensorHandle shape(const Tensor& x, bool last) {
     if (last) return hold(room(x.sizes(), channels_last(x.sizes())));
     return hold(x.is_non_overlapping_and_dense() ? room(x.sizes(), x.strides()) : room(x.sizes(), at::contiguous_strides(x.sizes())));
   }
@@ -148,16 +148,26 @@ inline std::tuple<AtenTensorHandle, AtenTensorHandle, AtenTensorHandle> wide_con
   const bool own_images = known && (strided(*c) ? phases_pay(*c) : own) && has_places(*c);
   AtenTensorHandle results[3] = {};
   Widened wide(low);
+  struct {
+    AtenTensorHandle gradient, images;
+  } orders[2] = {};  // in torch's usual order, and with channels last
+  AtenTensorHandle filters = nullptr;
   // torch's own kernel, for the results of a mask. Its copies of the images are the most memory that a step of a network holds.
   const auto by_torch = [&](const std::array<int32_t, 3>& mask, bool last) {
-    const AtenTensorHandle given = last ? wide.channels_to_the_end(gradient) : wide(gradient);
-    const AtenTensorHandle images = !mask[1] ? wide.shape(input, last) : last ? wide.channels_to_the_end(input) : wide(input);
+    auto& given = orders[last];
+    const auto fill = [&](AtenTensorHandle& to, const Tensor& x) {
+      if (!to) to = last ? wide.channels_to_the_end(x) : wide(x);
+    };
+    fill(given.gradient, gradient);
+    if (mask[1]) fill(given.images, input);
+    if (!given.images) given.images = wide.shape(input, last);
+    if (!filters) filters = wide(weight);
     const int64_t* sizes = bias_sizes ? bias_sizes->data() : nullptr;
     std::array<AtenTensorHandle, 3> found = {};
     succeeds(aoti_torch_cpu_convolution_backward(
-        given, images, wide(weight), bias_sizes ? &sizes : nullptr, bias_sizes ? bias_sizes->size() : 0, stride.data(), stride.size(),
-        padding.data(), padding.size(), dilation.data(), dilation.size(), transposed, output_padding.data(), output_padding.size(),
-        groups, mask.data(), mask.size(), &found[0], &found[1], &found[2]));
+        given.gradient, given.images, filters, bias_sizes ? &sizes : nullptr, bias_sizes ? bias_sizes->size() : 0, stride.data(),
+        stride.size(), padding.data(), padding.size(), dilation.data(), dilation.size(), transposed, output_padding.data(),
+        output_padding.size(), groups, mask.data(), mask.size(), &found[0], &found[1], &found[2]));
     for (size_t i = 0; i < 3; ++i) {
       if (mask[i]) results[i] = rounded_result(found[i], low, last);
       else aoti_torch_delete_tensor_object(found[i]);
