@@ -90,23 +90,33 @@ void add_rows(const float* a, const Operand& b, int64_t column, float* sums, int
   });
 }
 
+namespace {
+
+// Calls `run` with the number of vectors as a constant.
+template <class F>
+inline __attribute__((always_inline)) void in_vectors_of(int64_t vectors, const F& run) {
+  if (vectors == 1) return run(std::integral_constant<int, 1>());
+  if (vectors == 2) return run(std::integral_constant<int, 2>());
+  if constexpr (PANEL_VECTORS > 3) {
+    if (vectors == 4) return run(std::integral_constant<int, 4>());
+  }
+  run(std::integral_constant<int, 3>());
+}
+
+}  // namespace
+
 void multiply_panel(const Rows& a, const float* panel, int64_t vectors, float* c, int64_t step, int64_t rows, int64_t k, bool adds) {
-  if (vectors == 1) return multiply_rows<1>(a, panel, c, step, rows, k, adds);
-  vectors == 2 ? multiply_rows<2>(a, panel, c, step, rows, k, adds) : multiply_rows<3>(a, panel, c, step, rows, k, adds);
+  in_vectors_of(vectors, [&](auto count) { multiply_packed<decltype(count)::value>(a, panel, c, step, rows, k, adds); });
 }
 
 void multiply_right_at(const Rows& a, const float* b, const int32_t* places, int64_t vectors, float* c, int64_t step, int64_t rows,
                        int64_t k, bool adds) {
-  if (vectors == 1) return multiply_placed_right<1>(a, b, places, c, step, rows, k, adds);
-  vectors == 2 ? multiply_placed_right<2>(a, b, places, c, step, rows, k, adds)
-               : multiply_placed_right<3>(a, b, places, c, step, rows, k, adds);
+  in_vectors_of(vectors, [&](auto count) { multiply_placed_right<decltype(count)::value>(a, b, places, c, step, rows, k, adds); });
 }
 
 void multiply_left_at(const float* a, const int32_t* places, const float* panel, int64_t vectors, float* c, int64_t step, int64_t rows,
                       int64_t k, bool adds) {
-  if (vectors == 1) return multiply_placed_left<1>(a, places, panel, c, step, rows, k, adds);
-  vectors == 2 ? multiply_placed_left<2>(a, places, panel, c, step, rows, k, adds)
-               : multiply_placed_left<3>(a, places, panel, c, step, rows, k, adds);
+  in_vectors_of(vectors, [&](auto count) { multiply_placed_left<decltype(count)::value>(a, places, panel, c, step, rows, k, adds); });
 }
 
 void register_lists(Library& library) {

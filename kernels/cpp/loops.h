@@ -72,7 +72,7 @@ struct Rows {
   int64_t row, step;
 };
 
-constexpr int64_t PANEL_VECTORS = 3;  // of a panel, at most
+constexpr int64_t PANEL_VECTORS = AMP_LANES == 16 ? 4 : 3;  // of a panel, at most
 
 // c = a @ panel, or c += a @ panel: a panel is k rows of one to PANEL_VECTORS vectors, which follow each other in memory; rows of c
 // are `step` apart.

@@ -103,7 +103,6 @@ inline int64_t cache_values() {
 }
 
 constexpr int64_t GAP = 16;                         // rows a power of two apart would map to the same cache lines
-constexpr int64_t GROUP = 16;                       // rows side by side, where a block's rows are not contiguous in memory
 constexpr int64_t PACKED = (int64_t(1) << 23) / 4;  // fp32 values of panels that are packed at a time
 constexpr int64_t SUMMED = int64_t(1) << 15;        // sums of a block of rows that are added up part by part, at a time
 constexpr int64_t ALONE = int64_t(1) << 17;         // multiplications that are not worth a second thread
@@ -115,32 +114,17 @@ class Block {
       : a_(a), depths_(depths), first_(first), rows_(rows), keeps_(keeps), memory_(memory) {}
 
   // The memory that a block of so many rows needs; `keeps`: for all parts, and not for one at a time.
-  static int64_t values(const Operand& a, const Depths& depths, int64_t rows, bool keeps) {
-    return (keeps ? depths.number : 1) * size(a, depths.each, rows);
+  static int64_t values(const Depths& depths, int64_t rows, bool keeps) {
+    return (keeps ? depths.number : 1) * rows * (depths.each + GAP);
   }
-  void pack_part(int64_t part) const {
-    const int64_t start = depths_.start(part), depth = depths_.size(part);
-    if (!a_.turned) return pack(a_, first_, start, rows_, depth, at(part), depths_.each + GAP);
-    const Operand lines = transposed(a_);
-    for (int64_t r = 0; r < rows_; r += GROUP) {
-      pack(lines, start, first_ + r, depth, std::min(GROUP, rows_ - r), at(part) + r * depths_.each, GROUP);
-    }
-  }
+  void pack_part(int64_t part) const { pack(a_, first_, depths_.start(part), rows_, depths_.size(part), at(part), depths_.each + GAP); }
   // sums = the product with a panel, or += that.
-  void multiply(int64_t part, const float* panel, int64_t width, float* sums, int64_t step, bool adds) const {
-    const int64_t depth = depths_.size(part), vectors = width / LANES;
-    if (!a_.turned) return multiply_panel({at(part), depths_.each + GAP, 1}, panel, vectors, sums, step, rows_, depth, adds);
-    for (int64_t r = 0; r < rows_; r += GROUP) {
-      multiply_panel({at(part) + r * depths_.each, 1, GROUP}, panel, vectors, sums + r * step, step, std::min(GROUP, rows_ - r),
-                     depth, adds);
-    }
+  void multiply(int64_t part, const float* panel, int64_t width, float* sums, int64_t step) const {
+    multiply_panel({at(part), depths_.each + GAP, 1}, panel, width / LANES, sums, step, rows_, depths_.size(part), part > 0);
   }
 
  private:
-  static int64_t size(const Operand& a, int64_t depth, int64_t rows) {
-    return a.turned ? blocks(rows, GROUP) * GROUP * depth : rows * (depth + GAP);
-  }
-  float* at(int64_t part) const { return memory_ + (keeps_ ? part * size(a_, depths_.each, rows_) : 0); }
+  float* at(int64_t part) const { return memory_ + (keeps_ ? part * rows_ * (depths_.each + GAP) : 0); }
 
   const Operand& a_;
   const Depths& depths_;
@@ -168,7 +152,7 @@ struct Tiled {
 
   // The rows that are worth a block: its part fits the cache, and every thread gets two blocks or more.
   int64_t height(int64_t m, int64_t threads) const {
-    const int64_t most = std::min<int64_t>(std::max(cache_values() / 3 / depths.each / GROUP, int64_t(2)) * GROUP, 256);
+    const int64_t most = std::min<int64_t>(std::max(cache_values() / 3 / depths.each / 16, int64_t(2)) * 16, 256);
     const int64_t number = threads == 1 ? blocks(m, most) : blocks(blocks(m, most), 2 * threads) * 2 * threads;
     return blocks(blocks(m, number), 8) * 8;
   }
@@ -179,7 +163,7 @@ struct Tiled {
     const int64_t wide = PANEL_VECTORS * LANES;
     const int64_t together = depths.number == 1 ? 1 : std::max<int64_t>(SUMMED / rows / wide, 1);
     const bool keeps = together < panels.number;
-    const Block block(a, depths, row, rows, keeps, scratch(LEFT).take(Block::values(a, depths, rows, keeps)));
+    const Block block(a, depths, row, rows, keeps, scratch(LEFT).take(Block::values(depths, rows, keeps)));
     for (int64_t panel = 0; panel < panels.number; panel += together) {
       const int64_t last = std::min(panel + together, panels.number), first = panels.start(panel);
       const int64_t width = panels.start(last) - first, columns = std::min(width, panels.columns - first);
@@ -189,8 +173,7 @@ struct Tiled {
       for (int64_t part = 0; part < depths.number; ++part) {
         if (panel == 0) block.pack_part(part);
         for (int64_t p = panel; p < last; ++p) {
-          block.multiply(part, packed + panels.place(depths, part, p), panels.width(p), sums + panels.start(p) - first, step,
-                         part > 0);
+          block.multiply(part, packed + panels.place(depths, part, p), panels.width(p), sums + panels.start(p) - first, step);
         }
       }
       if (!direct) write(sums, step, row, column + first, rows, columns);

@@ -26,8 +26,9 @@ inline float total(Floats x) { return _mm512_reduce_add_ps(x); }
 // The bits of a bf16 number, in the upper half of each lane; the lower half is undefined.
 inline __m512i bf16_bits(Floats x) {
   const __m512i bits = _mm512_castps_si512(x);
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
+  const __m512i half = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
+  const __m512i rounded = _mm512_mask_sub_epi32(half, odd, half, _mm512_set1_epi32(-1));
   const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
   return _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000));
 }
@@ -92,16 +93,31 @@ inline Floats rounded(Floats x, c10::BFloat16) {
 inline Floats rounded(Floats x, c10::Half) { return _mm256_cvtph_ps(half_bits(x)); }
 #endif
 
+#if AMP_LANES
+// Two vectors, one after the other.
+template <class Out>
+inline void store_two(Out* to, Floats x, Floats y) {
+  store(to, x);
+  store(to + AMP_LANES, y);
+}
+#if AMP_LANES == 16
+inline void store_two(c10::BFloat16* to, Floats x, Floats y) {
+  const __m512i low = _mm512_srli_epi32(bf16_bits(x), 16), high = _mm512_srli_epi32(bf16_bits(y), 16);
+  const __m512i mixed = _mm512_packus_epi32(low, high);  // of each 128 bits of both
+  _mm512_storeu_si512(to, _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), mixed));
+}
+#endif
+#endif
+
 // to = from + add, rounded once. `Out` may be float.
 template <class Out>
-void finish(const float* from, const float* plus, Out* to, int64_t n) {
+inline __attribute__((always_inline)) void finish(const float* from, const float* plus, Out* to, int64_t n) {
   int64_t i = 0;
 #if AMP_LANES
-  if (plus) {
-    for (; i + AMP_LANES <= n; i += AMP_LANES) store(to + i, add(load(from + i), load(plus + i)));
-  } else {
-    for (; i + AMP_LANES <= n; i += AMP_LANES) store(to + i, load(from + i));
-  }
+  constexpr int64_t TWO = 2 * AMP_LANES;
+  const auto sum = [&](int64_t j) { return plus ? add(load(from + j), load(plus + j)) : load(from + j); };
+  for (; i + TWO <= n; i += TWO) store_two(to + i, sum(i), sum(i + AMP_LANES));
+  for (; i + AMP_LANES <= n; i += AMP_LANES) store(to + i, sum(i));
 #endif
   for (; i < n; ++i) to[i] = static_cast<Out>(plus ? from[i] + plus[i] : from[i]);
 }

@@ -6,6 +6,9 @@
 
 namespace amp {
 
+// A panel is larger than the first cache: this many rows before it is read, the start of a row is fetched, and the processor goes on.
+constexpr int64_t AHEAD = 4;
+
 // c = a @ panel, or c += a @ panel, for R rows and a panel of C vectors. A sum is added up in the order of k, whatever R and C are
 // and however wide a vector is, so a result does not depend on the size of the product that it is a part of.
 //
@@ -14,6 +17,7 @@ struct Straight {
   int64_t row, step, width;
   const float* left(const float* a, int64_t r, int64_t i) const { return a + r * row + i * step; }
   const float* right(const float* b, int64_t i) const { return b + i * width; }
+  void ahead(const float* from) const { __builtin_prefetch(from + AHEAD * width, 0, 3); }
 };
 // The right operand's rows are anywhere, as those of a convolution.
 struct RightPlaced {
@@ -21,6 +25,7 @@ struct RightPlaced {
   const int32_t* places;
   const float* left(const float* a, int64_t r, int64_t i) const { return a + r * row + i; }
   const float* right(const float* b, int64_t i) const { return b + places[i]; }
+  void ahead(const float*) const {}
 };
 // The left operand's rows are anywhere.
 struct LeftPlaced {
@@ -28,6 +33,7 @@ struct LeftPlaced {
   int64_t width;
   const float* left(const float* a, int64_t r, int64_t i) const { return a + places[r] + i; }
   const float* right(const float* b, int64_t i) const { return b + i * width; }
+  void ahead(const float*) const {}
 };
 
 #if AMP_LANES
@@ -44,6 +50,7 @@ void multiply_tile(const At at, const float* a, const float* b, float* c, int64_
     Floats x[C];
 #pragma GCC unroll 16
     for (int j = 0; j < C; ++j) x[j] = load(from + j * LANES);
+    at.ahead(from);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const Floats y = fill(*at.left(a, r, i));
@@ -77,43 +84,39 @@ void multiply_tile(const At at, const float* a, const float* b, float* c, int64_
 }
 #endif
 
-constexpr int TILE_ROWS = AMP_LANES == 16 ? 8 : 4;  // with PANEL_VECTORS vectors: as many sums as there are registers, less a few
+// With C vectors: as many sums as there are registers, less a few.
+template <int C>
+constexpr int TILE_ROWS = AMP_LANES != 16 ? 4 : C == 4 ? 6 : 8;
 
-// The rows from `from` on, R at a time as long as there are enough; returns the first that is left.
-template <int R, int C>
-int64_t multiply_tiles(const Rows& a, const float* panel, float* c, int64_t step, int64_t from, int64_t rows, int64_t k, bool adds) {
-  for (; from + R <= rows; from += R) {
-    multiply_tile<R, C>(Straight{a.row, a.step, C * LANES}, a.data + from * a.row, panel, c + from * step, step, k, adds);
-  }
-  return from;
+// All rows: R at a time as long as there are enough, and then the rest in smaller tiles. `at(r)`: where the operands of the rows
+// from r on are; `a(r)`: the left one.
+template <int R, int C, class At, class Left>
+void multiply_rows(const At& at, const Left& left, const float* b, float* c, int64_t step, int64_t from, int64_t rows, int64_t k,
+                   bool adds) {
+  for (; from + R <= rows; from += R) multiply_tile<R, C>(at(from), left(from), b, c + from * step, step, k, adds);
+  if constexpr (R > 1) multiply_rows<(R > 4 ? 4 : R / 2), C>(at, left, b, c, step, from, rows, k, adds);
 }
 
 template <int C>
-void multiply_rows(const Rows& a, const float* panel, float* c, int64_t step, int64_t rows, int64_t k, bool adds) {
-  int64_t done = multiply_tiles<TILE_ROWS, C>(a, panel, c, step, 0, rows, k, adds);
-  if constexpr (TILE_ROWS > 4) done = multiply_tiles<4, C>(a, panel, c, step, done, rows, k, adds);
-  done = multiply_tiles<2, C>(a, panel, c, step, done, rows, k, adds);
-  multiply_tiles<1, C>(a, panel, c, step, done, rows, k, adds);
+void multiply_packed(const Rows& a, const float* panel, float* c, int64_t step, int64_t rows, int64_t k, bool adds) {
+  const Straight at{a.row, a.step, C * LANES};
+  multiply_rows<TILE_ROWS<C>, C>([&](int64_t) { return at; }, [&](int64_t r) { return a.data + r * a.row; }, panel, c, step, 0, rows, k,
+                                 adds);
 }
 
 template <int C>
 void multiply_placed_right(const Rows& a, const float* b, const int32_t* places, float* c, int64_t step, int64_t rows, int64_t k,
                            bool adds) {
-  int64_t r = 0;
-  for (; r + TILE_ROWS <= rows; r += TILE_ROWS) {
-    multiply_tile<TILE_ROWS, C>(RightPlaced{a.row, places}, a.data + r * a.row, b, c + r * step, step, k, adds);
-  }
-  for (; r < rows; ++r) multiply_tile<1, C>(RightPlaced{a.row, places}, a.data + r * a.row, b, c + r * step, step, k, adds);
+  const RightPlaced at{a.row, places};
+  multiply_rows<TILE_ROWS<C>, C>([&](int64_t) { return at; }, [&](int64_t r) { return a.data + r * a.row; }, b, c, step, 0, rows, k,
+                                 adds);
 }
 
 template <int C>
 void multiply_placed_left(const float* a, const int32_t* places, const float* panel, float* c, int64_t step, int64_t rows, int64_t k,
                           bool adds) {
-  int64_t r = 0;
-  for (; r + TILE_ROWS <= rows; r += TILE_ROWS) {
-    multiply_tile<TILE_ROWS, C>(LeftPlaced{places + r, C * LANES}, a, panel, c + r * step, step, k, adds);
-  }
-  for (; r < rows; ++r) multiply_tile<1, C>(LeftPlaced{places + r, C * LANES}, a, panel, c + r * step, step, k, adds);
+  multiply_rows<TILE_ROWS<C>, C>([&](int64_t r) { return LeftPlaced{places + r, C * LANES}; }, [&](int64_t) { return a; }, panel, c,
+                                 step, 0, rows, k, adds);
 }
 
 }  // namespace amp
