@@ -55,12 +55,12 @@ class ConvertedModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the outputs for these inputs, in the classes that the model returns. No gradient is recorded."""
-        self._inputs.check(args, kwargs)
+        flat = self._inputs.check(args, kwargs)
         if self._running is None:
             self._running = Running(
                 self.exported_program, self.policy, self.details.disable_passes, self._cache_weights, self.history
             )
-        result = self._running(args, kwargs)
+        result = self._running(args, kwargs, flat)
         if self._out_spec is None:
             return result
         return pytree.tree_unflatten(pytree.tree_leaves(result, is_leaf=lambda x: x is None), self._out_spec)

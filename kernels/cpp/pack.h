@@ -38,13 +38,24 @@ inline Floats load_rounded(const Low* from) {
 }
 #endif
 
+#if AMP_LANES
+// Of rows that are read side by side, one cache line each, the processor follows only some by itself: the next lines are fetched.
+template <class T>
+inline void fetch_next_line(const T* from) {
+  __builtin_prefetch(from + 64 / sizeof(T), 0, 3);
+}
+#endif
+
 #if AMP_LANES == 8
 // Transposes 8 x 8 elements: pairs, then fours, then halves are exchanged.
 template <class Low, class T>
 inline void turn(const T* from, int64_t stride, float* to, int64_t step) {
   Floats a[8], b[8];
 #pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i) a[i] = load_rounded<Low>(from + i * stride);
+  for (int i = 0; i < 8; ++i) {
+    fetch_next_line(from + i * stride);
+    a[i] = load_rounded<Low>(from + i * stride);
+  }
 #pragma GCC unroll 4
   for (int i = 0; i < 8; i += 2) {
     b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
@@ -68,7 +79,10 @@ inline void turn(const T* from, int64_t stride, float* to, int64_t step) {
 template <class Low, class T>
 inline void turn(const T* from, int64_t stride, float* to, int64_t step) {
   Floats a[16], b[16];
-  for (int i = 0; i < 16; ++i) a[i] = load_rounded<Low>(from + i * stride);
+  for (int i = 0; i < 16; ++i) {
+    fetch_next_line(from + i * stride);
+    a[i] = load_rounded<Low>(from + i * stride);
+  }
   for (int i = 0; i < 16; i += 2) {
     b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
     b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
+from torch.utils import _pytree as pytree
 
-from amp_compiler import convert_model, load_converted
+from amp_compiler import ArgumentError, convert_model, load_converted
 from amp_compiler.capture.program import foreign_ops
 from amp_compiler.kernels import registry
 from conversion_helpers import snr
@@ -64,18 +67,19 @@ def test_sizes_stay_dynamic() -> None:
         converted(torch.randn(2, 3, 101))
 
 
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("n", torch.zeros(4))
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n.add_(1)
+        return self.fc(x) * 0 + self.n
+
+
 @pytest.mark.usefixtures("wide")
 def test_state_is_kept_between_calls() -> None:
-    class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("n", torch.zeros(4))
-            self.fc = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.n.add_(1)
-            return self.fc(x) * 0 + self.n
-
     converted = convert_model(Counts().eval(), (torch.randn(3, 4),), dtype=F16)
     x = torch.randn(3, 4)
     with torch.inference_mode():
@@ -83,6 +87,51 @@ def test_state_is_kept_between_calls() -> None:
     assert converted(x)[0, 0].item() == 2
     with torch.no_grad():
         assert converted(x)[0, 0].item() == 3
+
+
+@pytest.mark.usefixtures("wide")
+def test_a_copy_has_a_state_of_its_own() -> None:
+    x = torch.randn(3, 4)
+    converted = convert_model(Counts().eval(), (x,), dtype=F16)
+    assert [converted(x)[0, 0].item() for _ in range(2)] == [1, 2]
+    copied = copy.deepcopy(converted)
+    assert [copied(x)[0, 0].item() for _ in range(2)] == [3, 4]
+    assert converted(x)[0, 0].item() == 3
+
+
+@pytest.mark.usefixtures("wide")
+@pytest.mark.parametrize("low", LOW)
+def test_a_call_with_sizes_that_were_checked_gives_what_the_first_one_gave(low: torch.dtype) -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor, scale: float, more: dict[str, Tensor | None]) -> dict[str, Any]:
+            left, right = self.one(x), self.two(more["y"])
+            return {"sum": (left + right).relu() * scale, "parts": [left, (right, x)], "none": more["z"]}
+
+    args = (torch.randn(3, 6), 0.5, {"y": torch.randn(3, 6), "z": None})
+    batch = {0: Dim("batch")}
+    shapes = (batch, None, {"y": batch, "z": None})
+    converted = convert_model(Branches().eval(), args, dtype=low, dynamic_shapes=shapes)
+    module = converted.exported_program.module()
+    for number in (3, 5, 3, 5, 3):
+        given = (torch.randn(number, 6), 0.5, {"y": torch.randn(number, 6), "z": None})
+        found, again = converted(*given), converted(*given)
+        for result in (found, again):
+            assert result["none"] is None
+            assert result["parts"][1][1] is given[0]
+            assert result["sum"].dtype is torch.float32
+        flat = [pytree.tree_leaves(value) for value in (found, again, module(*given))]
+        assert all(torch.equal(one, two) for one, two in zip(*flat[:2], strict=True) if one is not None)
+        assert all(snr(one, two) > 30 for one, two in zip(flat[0], flat[2], strict=True) if one is not None)
+    with pytest.raises(AssertionError, match="Guard failed"):
+        converted(torch.randn(3, 6), 0.5, {"y": torch.randn(4, 6), "z": None})
+    with pytest.raises((AssertionError, RuntimeError)):
+        converted(args[0], 0.25, args[2])
+    with pytest.raises(ArgumentError, match="nested"):
+        converted(args[0], 0.5, args[2]["y"])
 
 
 @pytest.mark.usefixtures("wide")
