@@ -33,8 +33,8 @@ class Inputs:
         self._nested = not all(child.is_leaf() for child in children)
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
-        """Return the inputs in the order of the graph's; raise for a call that does not fit, naming the input. None: the
-        program does not say how its inputs are nested."""
+        """Return the inputs in the order of the graph's; raise for a call that does not fit, naming the input. None:
+        the program does not say how its inputs are nested."""
         if self.spec is None:
             return None
         if len(args) != self.count or set(kwargs) != set(self.keys):

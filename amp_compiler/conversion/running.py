@@ -39,9 +39,9 @@ class Running:
         self._accepted: set[Any] = set()  # what `_module` has checked, of `_sizes`
 
     def _without_checks(self) -> Callable[[list[Any]], Any] | None:
-        """Return a function that runs the module's graph on a list of its inputs, for inputs that it would accept. torch
-        2.13: a program's module flattens its inputs three times and calls its guards as a module, which takes longer
-        than a small layer."""
+        """Return a function that runs the module's graph on a list of its inputs, for inputs that it would accept.
+        torch 2.13: a program's module flattens its inputs three times and calls its guards as a module, which takes
+        longer than a small layer."""
         gm = ir.copy_graph(self._module)
         for node in list(gm.graph.nodes):
             if node.op == "call_module" and node.target == "_guards_fn":
@@ -80,7 +80,8 @@ class Running:
         sizes = None if flat is None or self._graph is None or torch.compiler.is_compiling() else _sizes(flat)
         with torch.no_grad(), no_autocast():
             if sizes in self._accepted:
-                assert self._graph is not None and flat is not None
+                assert self._graph is not None
+                assert flat is not None
                 return pytree.tree_unflatten(self._graph(list(flat)), self._module._out_spec)
             result = self._module(*args, **kwargs)
         if sizes is not None and len(self._accepted) < REMEMBERED:
