@@ -27,8 +27,8 @@ export PYTHONDONTWRITEBYTECODE :=
 # Benchmarks that run alone; benchmarks/README.md tells what each measures.
 SCRIPTS := steps casts growth kernels convert decode dump distributed gpu frameworks health overhead compiling
 
-# A CPU without AVX-512, imitated on one that has it: our kernels, oneDNN's and torch's.
-AVX2 := AMP_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
+# A CPU without AVX-512, imitated on one that has it: our kernels, oneDNN's, torch's and MKL's (which asks on Intel CPUs only).
+AVX2 := AMP_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
 # What takes longer has targets of its own.
 IN_TEST := not zoo and not distributed and not trainers
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal

@@ -207,6 +207,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--gradients", action=argparse.BooleanOptionalAction, default=True)
     made.add_argument("--full", action="store_true", help="more shapes")
     made.add_argument("--networks", nargs="+", choices=NETWORKS, default=[], help="shapes of these networks instead")
+    made.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="also native, Python")
     made.add_argument("--build", action=argparse.BooleanOptionalAction, default=True, help="time their compilation")
     made.add_argument("--only-build", action="store_true", help=argparse.SUPPRESS)
     return arguments(made)
@@ -230,16 +231,18 @@ def main() -> int:
         for name in args.dtypes:
             dtype, rows = DTYPES[name], []
             wide = itertools.chain.from_iterable(of_network(network, dtype) for network in args.networks)
+            kinds = ["fp32", "native", "ours", "in Python"] if args.peers else ["fp32", "ours"]
             for case, runs in wide if args.networks else usual(dtype, args.full).items():
-                samples = measure(case, name, runs, args.rounds, run)
-                medians = [ms(spread(samples[kind]).median * 1e3) for kind in ("fp32", "native", "ours")]
+                samples = measure(case, name, {kind: runs[kind] for kind in kinds}, args.rounds, run)
+                medians = [ms(spread(samples[kind]).median * 1e3) for kind in kinds if kind != "in Python"]
                 own = ratio(samples["ours"], samples["fp32"])
-                others = [ratio(samples[kind], samples["ours"]) for kind in ("native", "in Python")]
+                others = [ratio(samples[kind], samples["ours"]) for kind in kinds if kind in ("native", "in Python")]
                 rows.append([case, *medians, own, *others])
                 drawn.setdefault(case, {})[f"ours, {name}"] = own
-                drawn[case][f"native, {name}"] = ratio(samples["native"], samples["fp32"])
-            columns = ["", "fp32 ms", "native", "ours", "ours / fp32", "native / ours", "in Python / ours"]
-            run.table(name, columns, rows)
+                if "native" in kinds:
+                    drawn[case][f"native, {name}"] = ratio(samples["native"], samples["fp32"])
+            times = [f"{kind} ms" for kind in kinds if kind != "in Python"]
+            run.table(name, ["", *times, "ours / fp32", *["native / ours", "in Python / ours"] * args.peers], rows)
         rows = []
         for name, dtype in {"float32": torch.float32, **{n: DTYPES[n] for n in args.dtypes}}.items():
             for case, runs in (gradients(dtype) if args.gradients else {}).items():

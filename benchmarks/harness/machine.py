@@ -16,7 +16,9 @@ from amp_compiler.kernels import capability
 
 ROOT = Path(__file__).resolve().parents[2]
 #: variables that choose the kernels of a CPU: ours, oneDNN's and torch's
-SETTINGS = ("AMP_CPU_KERNELS", "AMP_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
+SETTINGS = (
+    "AMP_CPU_KERNELS", "AMP_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS"
+)  # fmt: skip
 #: packages whose version can change a result, where they are installed
 PACKAGES = ("torch", "triton", "numpy", "transformers", "matplotlib")
 
