@@ -102,8 +102,8 @@ inline bool pays(const Convolution& c) {
   if (c.x.channels * Frame(c, fewest_rows(c)).channel > 4 * cache_values()) return false;  // long rows do not stay in the cache
   const double useful = static_cast<double>(c.pixels()) / (blocks(frame.places(c.down.count), LANES) * LANES);
   if (c.x.channels % 16 != 0) return useful > 0.7;
-  if (c.each() == 1) return useful > 0.9;
-  return c.down.stride == 1 && c.right.stride == 1 && useful > 0.935 && (LANES == 16 || c.x.channels <= 32);
+  if (c.each() == 1) return useful > 0.95;
+  return c.down.stride == 1 && c.right.stride == 1 && useful > 0.935 && c.x.channels <= 32;
 }
 
 // Whether torch's own kernel is faster if it gets images with their channels last, as measured, for results and for the images'
@@ -143,17 +143,19 @@ struct Stripe {
 
   void run(const float* pixels, int64_t image, int64_t row, int64_t rows, int64_t first, int64_t last) const {
     const Convolution& c = frame.c;
-    constexpr int64_t WIDE = PANEL_VECTORS * LANES, SOME = 4 * WIDE;
+    constexpr int64_t TOGETHER = 4, SOME = TOGETHER * PANEL_VECTORS * LANES;
     const int64_t step = depths.each + GAP, all = frame.places(rows);
+    const Panels panels(all);
     float* sums = scratch(SUMS).take(FILTERS * SOME);
     for (int64_t filter = first; filter < last; filter += FILTERS) {
       const int64_t number = std::min(FILTERS, last - filter);
-      for (int64_t place = 0; place < all; place += SOME) {
-        const int64_t count = std::min(SOME, all - place);
+      for (int64_t panel = 0; panel < panels.number; panel += TOGETHER) {
+        const int64_t next = std::min(panel + TOGETHER, panels.number), place = panels.start(panel);
+        const int64_t count = std::min(panels.start(next), all) - place;
         for (int64_t part = 0; part < depths.number; ++part) {
-          for (int64_t at = 0; at < count; at += WIDE) {
-            multiply_right_at({filters + (part * c.filters + filter) * step, step, 1}, pixels + place + at,
-                              taps.data() + depths.start(part), blocks(std::min(WIDE, count - at), LANES), sums + at, SOME, number,
+          for (int64_t p = panel; p < next; ++p) {
+            multiply_right_at({filters + (part * c.filters + filter) * step, step, 1}, pixels + panels.start(p),
+                              taps.data() + depths.start(part), panels.width(p) / LANES, sums + panels.start(p) - place, SOME, number,
                               depths.size(part), part > 0);
           }
         }
