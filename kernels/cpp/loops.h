@@ -73,6 +73,7 @@ struct Rows {
 };
 
 constexpr int64_t PANEL_VECTORS = AMP_LANES == 16 ? 4 : 3;  // of a panel, at most
+constexpr int64_t TILE_HEIGHT = AMP_LANES == 16 ? 6 : 8;    // rows that fill whole tiles of such a panel
 
 // c = a @ panel, or c += a @ panel: a panel is k rows of one to PANEL_VECTORS vectors, which follow each other in memory; rows of c
 // are `step` apart.

@@ -150,11 +150,12 @@ struct Tiled {
     to.write(turned, rows, first, row, columns, rows);
   }
 
-  // The rows that are worth a block: its part fits the cache, and every thread gets two blocks or more.
+  // The rows that are worth a block: its part fits the cache, and every thread gets two blocks or more. Rows that fill no
+  // tile take almost as long as a tile.
   int64_t height(int64_t m, int64_t threads) const {
     const int64_t most = std::min<int64_t>(std::max(cache_values() / 3 / depths.each / 16, int64_t(2)) * 16, 256);
     const int64_t number = threads == 1 ? blocks(m, most) : blocks(blocks(m, most), 2 * threads) * 2 * threads;
-    return blocks(blocks(m, number), 8) * 8;
+    return blocks(blocks(m, number), TILE_HEIGHT) * TILE_HEIGHT;
   }
 
   // The product of a block of rows.
