@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
 from amp_compiler.common.torch_names import OpOverload, schema_of
 
 from . import lstm, wide
-from .cpu import reason, runs_wide
+from .cpu import Work, reason, runs_wide
 
 LOW = wide.LOW
 
@@ -32,20 +33,20 @@ class Lowering:
     saved: tuple[int, ...] = ()
 
 
-def computed_in_fp32(values: Sequence[Tensor]) -> str:
+def computed_in_fp32(work: Work, values: Sequence[Tensor]) -> str:
     """Return the reason for a kernel that computes in fp32, where the CPU's own low-precision kernels are slower."""
     low = {v.dtype for v in values if v.dtype in LOW}
     if len(low) != 1 or any(v.device.type != "cpu" for v in values):
         return ""
     dtype = next(iter(low))
-    return f"computed in float32: {reason(dtype)}" if runs_wide(dtype) else ""
+    return f"computed in float32: {reason(dtype, work)}" if runs_wide(dtype, work) else ""
 
 
 #: every kernel that replaces an op
 ALL = (
-    *(Lowering(op, kernel, computed_in_fp32) for op, kernel in wide.FORMS.items()),
-    Lowering(lstm.FORWARD, lstm.FORWARD, computed_in_fp32, lstm.SAVED),
-    Lowering(lstm.BACKWARD, lstm.BACKWARD, computed_in_fp32),
+    *(Lowering(op, wide.FORMS[op], partial(computed_in_fp32, work)) for op, work in wide.OPS.items()),
+    Lowering(lstm.FORWARD, lstm.FORWARD, partial(computed_in_fp32, Work.LSTM), lstm.SAVED),
+    Lowering(lstm.BACKWARD, lstm.BACKWARD, partial(computed_in_fp32, Work.LSTM)),
 )
 BY_OP = {lowering.op: lowering for lowering in ALL}
 #: name of a kernel -> name of the op that it replaces, as the profiler knows them

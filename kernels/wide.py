@@ -17,16 +17,18 @@ from torch import Tensor
 from amp_compiler.common.torch_names import schema_of
 
 from . import registry
+from .cpu import Work
 
 aten = torch.ops.aten
 
-OPS = (
-    aten.convolution.default,
-    aten.convolution_backward.default,
-    aten.baddbmm.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-)
+#: the ops, and what kind of work they do
+OPS = {
+    aten.convolution.default: Work.CONVOLUTION,
+    aten.convolution_backward.default: Work.CONVOLUTION,
+    aten.baddbmm.default: Work.PRODUCT,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: Work.ATTENTION,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: Work.ATTENTION,
+}
 #: results that the native ops return in fp32
 _STAY_WIDE = ("logsumexp",)
 LOW = (torch.float16, torch.bfloat16)

@@ -9,7 +9,7 @@
    the backward: a gradient that is wanted in fp32 keeps the fp32 sum of the product, and is never rounded to low;
    likewise one that is cast to fp32 to be sent to other processes
 3. on a CPU that computes low-precision products in fp32 (``kernels/cpu.py``), every product of low operands is
-   replaced; on a CPU with low-precision units, none is
+   replaced; on a CPU with low-precision units, only those that are too small for them
 4. ``bmm(q, view(clone(transpose(k))))``  →  ``cast_matmul(q, transpose(view(clone(k))), …)``: our kernel reads an
    operand in either order, so a copy that is needed need not be a transposing one, which takes several times as long
 
@@ -32,10 +32,10 @@ from amp_compiler import ir
 from amp_compiler.cost.fused import cast_seconds, fused_seconds, library_seconds, target_here
 from amp_compiler.cost.products import products
 from amp_compiler.kernels import cast_matmul as _defines_cast_matmul  # noqa: F401
-from amp_compiler.kernels.cpu import reason, runs_wide
+from amp_compiler.kernels.cpu import product_reason, product_runs_wide
 from amp_compiler.rewrite.base import Context, Dialect, Pass
 from amp_compiler.rewrite.facts import FOLDED, FUSED
-from amp_compiler.rewrite.facts.functional import PRODUCTS, takes_bias
+from amp_compiler.rewrite.facts.functional import PRODUCTS, product_sizes, takes_bias
 
 aten = torch.ops.aten
 #: ops that only change the order of the elements: a cast commutes with them, and a product reads through them
@@ -70,9 +70,10 @@ def _is_low_product(node: fx.Node, devices: Sequence[str]) -> bool:
     value = ir.tensor_of(node)
     if value is None or value.dtype not in ir.LOW_DTYPES or value.device.type not in devices:
         return False
-    if value.device.type == "cpu" and not runs_wide(value.dtype):
-        return False  # a CPU with low-precision units: torch's own product is faster
-    return takes_bias(node) and not node.kwargs
+    if not takes_bias(node) or node.kwargs:
+        return False
+    # On a CPU with low-precision units, torch's own products are faster, except for small ones.
+    return value.device.type != "cpu" or product_runs_wide(value.dtype, product_sizes(node))
 
 
 def _operands(node: fx.Node) -> list[fx.Node | None]:
@@ -254,7 +255,7 @@ def _replace(
     graph: fx.Graph, node: fx.Node, operands: list[fx.Node | None], absorbed: set[fx.Node], wide: bool
 ) -> None:
     low = node.meta["val"].dtype
-    reasons = [f"computed in float32: {reason(low)}"] if node.meta["val"].device.type == "cpu" else []
+    reasons = [f"computed in float32: {product_reason(low)}"] if node.meta["val"].device.type == "cpu" else []
     with graph.inserting_before(node):
         given: list[Any] = []
         for operand in operands:

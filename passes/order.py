@@ -2,18 +2,18 @@
 
 capture ─▶ normalize ─▶ mark_dtype_origin ─▶ assign_precision ─▶ place_neutral ─▶ insert_casts ─▶ autodiff
            └───────────────────────────────────── FORWARD ────────────────────────────────────┘
-autodiff ─▶ fold_casts ─▶ fold_views ─▶ fuse_cast_matmul ─▶ lower_kernels ─▶ batch_casts ─▶ run
-            └─────────────────────────── JOINT / INFERENCE ────────────────────────────┘
+autodiff ─▶ fold_casts ─▶ fold_views ─▶ flatten_products ─▶ fuse_cast_matmul ─▶ lower_kernels ─▶ batch_casts ─▶ run
+            └───────────────────────────────────── JOINT / INFERENCE ──────────────────────────────────────┘
 autodiff ─▶ widen_gradients ─▶ scale_loss ─▶ reduce_gradients, scatter_gradients ─▶ fold_casts ─▶ fold_views
-            └── STEP (a whole training step)  ─▶ gather_parameters ─▶ hoist_weight_casts ─▶ fuse_cast_matmul
-                                                 ─▶ lower_kernels ─▶ batch_casts
+            └── STEP (a whole training step)  ─▶ gather_parameters ─▶ hoist_weight_casts ─▶ flatten_products
+                                                 ─▶ fuse_cast_matmul ─▶ lower_kernels ─▶ batch_casts
                                                  ─▶ accumulate_in_place, unscale_in_place or reduce_in_place ─▶ run
 export ─▶ normalize ─▶ mark_dtype_origin ─▶ remove_dropout ─▶ fold_constants ─▶ fold_batch_norm
           └─────────────────────────────────── PREPARE ───────────────────────────────────────┘
        ─▶ assign_precision ─▶ insert_casts ─▶ freeze_parameters ─▶ fold_casts ─▶ save
           └──────────────────────────── CONVERT ──────────────────────────┘
-       ─▶ widen_weights ─▶ fold_casts ─▶ fold_views ─▶ fuse_cast_matmul ─▶ lower_kernels ─▶ run
-          └───────────────── RUN_CONVERTED (in memory, functional ATen) ────────────────┘
+       ─▶ widen_weights ─▶ fold_casts ─▶ fold_views ─▶ flatten_products ─▶ fuse_cast_matmul ─▶ lower_kernels ─▶ run
+          └─────────────────────────── RUN_CONVERTED (in memory, functional ATen) ───────────────────────────┘
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from amp_compiler.rewrite.pipeline import Pipeline
 from . import (
     accumulate_in_place,
     batch_casts,
+    flatten_products,
     fold_batch_norm,
     fold_casts,
     fold_constants,
@@ -54,18 +55,24 @@ from . import (
 )
 
 FORWARD = (normalize.PASS, mark_dtype_origin.PASS, precision.PASS, place_neutral.PASS, insert_casts.PASS)
-JOINT = (fold_casts.PASS, fold_views.PASS, fuse_cast_matmul.PASS, lower_kernels.PASS, batch_casts.PASS)
+JOINT = (
+    fold_casts.PASS, fold_views.PASS, flatten_products.PASS, fuse_cast_matmul.PASS, lower_kernels.PASS,
+    batch_casts.PASS,
+)  # fmt: skip
 INFERENCE = JOINT
 STEP = (
     widen_gradients.PASS, scale_loss.PASS, reduce_gradients.PASS, scatter_gradients.PASS, fold_casts.PASS,
-    fold_views.PASS, gather_parameters.PASS, hoist_weight_casts.PASS, fuse_cast_matmul.PASS, lower_kernels.PASS,
-    batch_casts.PASS, accumulate_in_place.PASS, unscale_in_place.PASS, reduce_in_place.PASS,
+    fold_views.PASS, gather_parameters.PASS, hoist_weight_casts.PASS, flatten_products.PASS, fuse_cast_matmul.PASS,
+    lower_kernels.PASS, batch_casts.PASS, accumulate_in_place.PASS, unscale_in_place.PASS, reduce_in_place.PASS,
 )  # fmt: skip
 PREPARE = (normalize.PASS, mark_dtype_origin.PASS, remove_dropout.PASS, fold_constants.PASS, fold_batch_norm.PASS)
 CONVERT = (precision.PASS, insert_casts.PASS, freeze_parameters.PASS, fold_casts.PASS)
-RUN_CONVERTED = (widen_weights.PASS, fold_casts.PASS, fold_views.PASS, fuse_cast_matmul.PASS, lower_kernels.PASS)
+RUN_CONVERTED = (
+    widen_weights.PASS, fold_casts.PASS, fold_views.PASS, flatten_products.PASS, fuse_cast_matmul.PASS,
+    lower_kernels.PASS,
+)  # fmt: skip
 #: names of the passes that choose kernels for the CPU that is here, which say nothing of another device
-OF_THIS_CPU = (fuse_cast_matmul.PASS.name, lower_kernels.PASS.name)
+OF_THIS_CPU = (flatten_products.PASS.name, fuse_cast_matmul.PASS.name, lower_kernels.PASS.name)
 WEIGHTS = (batch_casts.PASS,)  # on the graph that makes the low copies of weights, once per update
 
 ALL = {p.name: p for p in (*FORWARD, *JOINT, *INFERENCE, *STEP, *PREPARE, *CONVERT, *RUN_CONVERTED)}

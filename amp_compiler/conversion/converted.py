@@ -24,7 +24,7 @@ class ConvertedModel:
 
     Call it as the model that it was made from, with inputs of the same dtypes; no gradient is recorded. The attribute
     ``exported_program`` is what ``save`` writes: pure ATen, weights included, with outputs as plain tuples and dicts. A
-    call runs a copy of it in memory, which may use kernels of this package where the CPU has no fp16 or bf16 units.
+    call runs a copy of it in memory, which may use kernels of this package where they are faster.
     Where these are not compiled, fp32 copies of the stored low-precision weights are kept for speed: ``cached_bytes``
     is their size.
 

@@ -1,4 +1,4 @@
-"""The form of a converted program that runs in memory: with our kernels where the CPU has no low-precision units."""
+"""The form of a converted program that runs in memory: with our kernels where they are faster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..capture.program import Frame, functional, rebuild, weights_of
 from ..capture.straight import straight_line
 from ..common.torch_names import no_autocast, pytree
 from ..ir.weights import Weight
-from ..kernels.cpu import runs_wide
+from ..kernels.cpu import any_runs_wide
 from ..passes import order
 from ..policy import Policy
 from ..rewrite.base import Context
@@ -103,11 +103,11 @@ def _sizes(flat: list[Any]) -> tuple[Any, ...] | None:
 
 
 def _wants_kernels(program: ExportedProgram, policy: Policy) -> bool:
-    """True if some low value of the graph is on a CPU that computes low-precision products in fp32."""
+    """True if some low value of the graph is on a CPU that computes some low-precision work in fp32."""
     if policy.autocast_device is not None:
         return False
     found = {
         v.dtype for _, inner in ir.all_graphs(program.graph_module) for n in inner.graph.nodes
         for v in ir.tensor_outputs(n) if v is not None and v.dtype in ir.LOW_DTYPES and v.device.type == "cpu"
     }  # fmt: skip
-    return any(runs_wide(dtype) for dtype in found)
+    return any(map(any_runs_wide, found))

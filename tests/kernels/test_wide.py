@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from amp_compiler.kernels import cpu
 from amp_compiler.kernels.wide import FORMS, OPS
 
 pytestmark = pytest.mark.usefixtures("implementation")
@@ -188,33 +187,3 @@ def test_what_is_not_finite_reaches_only_what_reads_it(place: tuple[int, int], v
                 assert (mine is None) == (wide is None)
                 assert mine is None or wide is None or torch.equal(mine.isfinite(), wide.isfinite())
         spoiled[(1, 2, *place)] = before
-
-
-def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cpu.choose(torch.bfloat16, "wide").wide
-    assert cpu.choose(torch.bfloat16, "python").wide
-    assert not cpu.choose(torch.float16, "native").wide
-    monkeypatch.setenv(cpu.SETTING, "fast")
-    with pytest.raises(ValueError, match="AMP_CPU_KERNELS='fast' is not one of"):
-        cpu.runs_wide(torch.float16)
-    native, wide = cpu.measure(torch.bfloat16)
-    assert native > 0
-    assert wide > 0
-
-
-@pytest.mark.parametrize(
-    ("units", "measured", "wide"),
-    [(False, (1.0, 2.0), True), (True, (1.0, 2.0), False), (True, (1.0, 0.95), False), (True, (1.0, 0.5), True)],
-    ids=["no-units", "native-is-faster", "no-clear-difference", "wide-is-faster"],
-)
-def test_capability_decides_first(
-    units: bool, measured: tuple[float, float], wide: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cpu, "has_units", lambda dtype: units)
-    monkeypatch.setattr(cpu, "measure", lambda dtype: measured)
-    cpu.choose.cache_clear()
-    chosen = cpu.choose(torch.bfloat16)
-    cpu.choose.cache_clear()
-    assert chosen.wide is wide
-    assert ("no bfloat16 units" in chosen.reason) is (not units)
-    assert ("measured" in chosen.reason) is units

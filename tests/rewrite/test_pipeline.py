@@ -70,8 +70,8 @@ def test_the_pipelines_are_in_order() -> None:
     assert joint.passes[0].name == inference.passes[0].name == "fold_casts"
     assert [p.name for p in built.step.passes] == [
         "widen_gradients", "scale_loss", "reduce_gradients", "scatter_gradients", "fold_casts", "fold_views",
-        "gather_parameters", "hoist_weight_casts", "fuse_cast_matmul", "lower_kernels", "batch_casts",
-        "accumulate_in_place", "unscale_in_place", "reduce_in_place",
+        "gather_parameters", "hoist_weight_casts", "flatten_products", "fuse_cast_matmul", "lower_kernels",
+        "batch_casts", "accumulate_in_place", "unscale_in_place", "reduce_in_place",
     ]  # fmt: skip
     assert set(ALL) == {p.name for p in (*FORWARD, *JOINT, *INFERENCE, *STEP, *PREPARE, *CONVERT, *RUN_CONVERTED)}
 

@@ -10,7 +10,7 @@ from torch import fx
 
 from ... import ir
 from ...common.torch_names import OpOverload
-from ...kernels.cpu import runs_wide
+from ...kernels.cpu import product_runs_wide
 from ...kernels.lowering import BY_OP
 from ..base import Context, Dialect, Fact, Place
 from .forward import only_aten
@@ -100,13 +100,23 @@ def _fused(gm: fx.GraphModule, ctx: Context, place: Place) -> None:
         value = ir.tensor_of(node) if node.target in PRODUCTS and not node.kwargs else None
         if value is None or value.dtype not in ir.LOW_DTYPES or not takes_bias(node):
             continue
-        if value.device.type == "cpu" and runs_wide(value.dtype):
+        if value.device.type == "cpu" and product_runs_wide(value.dtype, product_sizes(node)):
             place.fail("is a low-precision product that this CPU computes in fp32.", node)
         if value.device.type == "cuda" and ctx.backend == "eager" and ir.LEFT not in node.meta:
             left = PRODUCTS[node.target]
             for operand in node.args[left : left + 2]:
                 if ir.is_float_cast(operand) and len(operand.users) == 1 and _of_input(operand):
                     place.fail(f"reads '{operand.name}', a rounding that it could do itself.", node)
+
+
+def product_sizes(node: fx.Node) -> tuple[Any, Any, Any, Any]:
+    """Return the sizes of a product (batch, rows, summed, columns), some of which may be symbolic."""
+    left = ir.tensor_of(node.args[PRODUCTS[node.target]])  # type: ignore[index,arg-type]
+    result = ir.tensor_of(node)
+    assert left is not None
+    assert result is not None
+    batch = result.shape[0] if result.dim() == 3 else 1
+    return batch, result.shape[-2], left.shape[-1], result.shape[-1]
 
 
 def takes_bias(node: fx.Node) -> bool:
