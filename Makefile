@@ -33,7 +33,7 @@ AVX2 := AMP_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
 IN_TEST := not zoo and not distributed and not trainers
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help demo test test-zoo test-distributed test-trainers test-gpu test-avx2 test-torch test-wheel wheel lint types docs bench bench-quick bench-compiled bench-full $(SCRIPTS:%=bench-%) bench-publish pictures clean
+.PHONY: help demo test test-zoo test-distributed test-trainers test-gpu test-avx2 test-torch test-wheel wheel lint types docs bench bench-quick bench-compiled bench-units bench-full $(SCRIPTS:%=bench-%) bench-publish pictures clean
 
 help:
 	@echo "make demo            train a small network at every level and compare"
@@ -52,6 +52,7 @@ help:
 	@echo "make bench           all benchmarks, with the baselines in the same run: 15 minutes on 2 cores"
 	@echo "make bench-quick     a part of them: 3 minutes"
 	@echo "make bench-compiled  training steps with Inductor, every subject in both dtypes: 15 minutes"
+	@echo "make bench-units     training and inference with this CPU's bf16 units: 5 minutes"
 	@echo "make bench-full      everything, for hours"
 	@echo "make bench-NAME      one script: $(SCRIPTS)"
 	@echo "make bench-publish   write the results into docs/benchmarks.md, README.md and benchmarks/published/"
@@ -135,6 +136,9 @@ bench-quick: $(READY)
 
 bench-compiled: $(READY)
 	@$(BIN)/python benchmarks/run.py compiled $(ARGS)
+
+bench-units: $(READY)
+	@$(BIN)/python benchmarks/run.py units $(ARGS)
 
 bench-full: $(READY)
 	@$(BIN)/python benchmarks/run.py full $(ARGS)

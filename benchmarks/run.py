@@ -1,5 +1,5 @@
 """Run the benchmarks: `quick` (3 minutes), `diagonal` (15 minutes), `compiled` (Inductor with every subject, 15
-minutes) or `full` (hours), each script in its own process.
+minutes), `units` (with bf16 units, 5 minutes) or `full` (hours), each script in its own process.
 
 The plans are the table below. Scripts run one after the other, each sets its own threads; a failure does not stop the
 rest. Result files and run_PLAN.json, with the time and exit code of each script, go to `--out`.
@@ -90,6 +90,15 @@ PLANS = {
         Job(f"compiled_{dtype}", "steps", "--subjects nine_512 bert gpt llama encoder resnet unet lstm --kinds training"
             f" --dtypes {dtype} --variants fp32 autocast+compile O2+inductor --no-counts --rounds {rounds}")
         for dtype, rounds in (("bfloat16", 20), ("float16", 6))
+    )),
+    # With a CPU's bf16 units, where it has some: the other plans are published without them.
+    "units": Plan(None, tuple(
+        Job(f"units_{name}", "steps", f"--subjects {subjects} --dtypes bfloat16 --variants fp32 autocast O2 --no-counts"
+            f" --rounds {rounds}")
+        for name, subjects, rounds in (
+            ("small", "nine_512 bert gpt llama encoder resnet lstm", 16),
+            ("real_width", "bert_large llama_2048 resnet50", 7),
+        )
     )),
     "full": Plan(None, (
         Job("training", "steps", "--kinds training"),

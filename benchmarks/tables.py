@@ -14,10 +14,12 @@ from subjects import SUBJECTS
 
 RUNS = "run_*.json"  # what run.py says about its runs; no results
 COMMANDS = {
-    "quick": "make bench-quick", "diagonal": "make bench", "compiled": "make bench-compiled", "full": "make bench-full"
+    "quick": "make bench-quick", "diagonal": "make bench", "compiled": "make bench-compiled", "full": "make bench-full",
+    "units": "make bench-units",
 }  # fmt: skip
 DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 NONE = "–"
+UNITS = "units_"  # how the names of results begin for which low-precision units were not switched off
 
 
 class CannotPublish(Exception):
@@ -136,10 +138,13 @@ class Comparison:
         return notes[0] if notes else NONE
 
 
-def comparisons(published: Published, kind: str, needed: Sequence[str]) -> list[Comparison]:
-    """Those that have all the variants; of two runs of the same the one with more variants, then more rounds."""
+def comparisons(published: Published, kind: str, needed: Sequence[str], units: bool = False) -> list[Comparison]:
+    """Those that have all the variants; of two runs of the same the one with more variants, then more rounds. `units`:
+    of the results with low-precision units, or of the others."""
     found: dict[tuple[str, str], Comparison] = {}
     for name, result in published.of("steps"):
+        if name.startswith(UNITS) is not units:
+            continue
         here: dict[tuple[str, str], Comparison] = {}
         for row in result.rows:
             plain = not {"optimizer", "accumulate"} & row.key.keys()
@@ -191,6 +196,20 @@ def steps(kind: str) -> Callable[[Published], str]:
         }) if found else ""  # fmt: skip
 
     return render
+
+
+def with_units(published: Published) -> str:
+    """Training and inference side by side, on a CPU whose low-precision units are used."""
+    needed = ("fp32", "autocast", "O2")
+    found = {kind: comparisons(published, kind, needed, units=True) for kind in ("training", "inference")}
+    places = {(kind, one.subject): one for kind, all_ in found.items() for one in all_}
+    columns = [(kind, own, peer) for kind in found for own, peer in (("O2", "fp32"), ("autocast", "O2"))]
+    lines = [
+        [title(subject), *(places[kind, subject].cell(own, peer) if (kind, subject) in places else NONE
+                           for kind, own, peer in columns)]
+        for subject in dict.fromkeys(subject for _, subject in places)
+    ]  # fmt: skip
+    return table(["", *(f"{kind}: {own} / {peer}" for kind, own, peer in columns)], lines) if lines else ""
 
 
 #: what the README shows: subject, kind and dtype, the first words of its line

@@ -56,8 +56,8 @@ inline Tensor product(const Tensor& a, const Tensor& b, const std::optional<Tens
   const Result to{result.mutable_data_ptr<void>(), out, n, plus};
   const int64_t count = result.numel();
   if (count > 0 && k == 0) {
-    const float* zeros = scratch(SUMS).take(n);
-    std::fill_n(scratch(SUMS).take(n), n, 0.0f);
+    float* zeros = scratch(SUMS).take(n);
+    std::fill_n(zeros, n, 0.0f);
     to.write(zeros, 0, 0, 0, count / n, n);
   } else if (count > 0) {
     const Tensor left = in_lines(a, low), right = in_lines(b, low);

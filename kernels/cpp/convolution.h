@@ -3,7 +3,7 @@
 // after the other is one stretch of memory, so nothing is gathered. Sums are fp32's, and each result is rounded once.
 #pragma once
 
-#include "cast_matmul.h"
+#include "pixels.h"
 
 namespace amp {
 
@@ -95,6 +95,11 @@ struct Frame {
 // The fewest rows of results that are worth a frame: for fewer, those that windows share are widened too often.
 inline int64_t fewest_rows(const Convolution& c) { return std::min<int64_t>(c.down.reach() == 0 ? 1 : 4, c.down.count); }
 
+// Whether it is done for the pixels of several images at a time.
+inline bool joins_images(const Convolution& c) {
+  return c.down.plain() && c.right.plain() && side_by_side_pays(c.x.number, c.x.channels, c.filters, c.pixels());
+}
+
 // Whether products are faster than torch's own kernel (oneDNN's, on widened images), as measured: they are if few places are of no
 // use, and where channels do not fill oneDNN's blocks of 16, or are so few that making these blocks takes its time.
 inline bool pays(const Convolution& c) {
@@ -102,7 +107,7 @@ inline bool pays(const Convolution& c) {
   if (c.x.channels * Frame(c, fewest_rows(c)).channel > 4 * cache_values()) return false;  // long rows do not stay in the cache
   const double useful = static_cast<double>(c.pixels()) / (blocks(frame.places(c.down.count), LANES) * LANES);
   if (c.x.channels % 16 != 0) return useful > 0.7;
-  if (c.each() == 1) return useful > 0.95;
+  if (c.each() == 1) return useful > 0.95 || joins_images(c);
   return c.down.stride == 1 && c.right.stride == 1 && useful > 0.935 && c.x.channels <= 32;
 }
 
@@ -317,7 +322,12 @@ inline Tensor convolution_by_products(const Convolution& c, const Tensor& x, con
     widen(dense.scalar_type(), dense.const_data_ptr(), plus.data(), c.filters);
   }
   const Operand filters{weight.const_data_ptr(), c.taps(), false, c.x.type, c.x.type};
-  convolve(c, filters, bias ? plus.data() : nullptr, result.mutable_data_ptr<void>());
+  if (joins_images(c)) {
+    const Pixels images{c.x.data, c.x.type, c.x.number, c.x.channels, c.pixels()};
+    multiply_pixels(images, filters, c.filters, bias ? plus.data() : nullptr, result.mutable_data_ptr<void>());
+  } else {
+    convolve(c, filters, bias ? plus.data() : nullptr, result.mutable_data_ptr<void>());
+  }
   tidy();
   return result;
 }
@@ -385,6 +395,14 @@ inline bool has_places(const Convolution& c) {
 
 inline Tensor gradient_of_images(const Convolution& c, const Tensor& gradient, const Tensor& x, const Tensor& weight) {
   const int64_t channels = c.x.channels, number = c.x.number, height = c.x.height, width = c.x.width;
+  if (joins_images(c)) {
+    const Tensor result = at::empty(x.sizes(), c.x.type);
+    const Operand filters{weight.const_data_ptr(), channels, true, c.x.type, c.x.type};
+    const Pixels images{gradient.const_data_ptr(), c.x.type, number, c.filters, c.pixels()};
+    multiply_pixels(images, filters, channels, nullptr, result.mutable_data_ptr<void>());
+    tidy();
+    return result;
+  }
   std::vector<float> wide(c.filters * channels * c.each());
   widen(c.x.type, weight.const_data_ptr(), wide.data(), static_cast<int64_t>(wide.size()));
   const Tensor result = at::empty(x.sizes(), c.x.type);
@@ -439,12 +457,17 @@ inline Tensor gradient_of_images(const Convolution& c, const Tensor& gradient, c
   return result;
 }
 
-// The gradient of the filters, for kernels of one pixel and large images: a product for each image, of which the smaller operand is
-// transposed.
+// The gradient of the filters, for kernels of one pixel: a product for each large image, of which the smaller operand is transposed,
+// or for several small ones.
 inline Tensor gradient_of_pixels(const Convolution& c, const Tensor& gradient, const Tensor& weight) {
   const int64_t pixels = c.pixels(), channels = c.x.channels, values = c.filters * channels;
-  std::vector<float> sums(values), more(values);
-  for (int64_t i = 0; i < c.x.number; ++i) {
+  const bool joins = joins_images(c);
+  std::vector<float> sums(values), more(joins ? 0 : values);
+  if (joins) {
+    const Pixels slopes{gradient.const_data_ptr(), c.x.type, c.x.number, c.filters, pixels};
+    multiply_by_pixels(slopes, {c.x.data, c.x.type, c.x.number, channels, pixels}, sums.data());
+  }
+  for (int64_t i = 0; i < c.x.number && !joins; ++i) {
     const Operand left{advanced(gradient.const_data_ptr(), c.x.type, i * c.filters * pixels), pixels, false, c.x.type, c.x.type};
     const Operand right{advanced(c.x.data, c.x.type, i * channels * pixels), pixels, true, c.x.type, c.x.type};
     const Result to{i == 0 ? sums.data() : more.data(), at::kFloat, channels, nullptr};
@@ -458,7 +481,7 @@ inline Tensor gradient_of_pixels(const Convolution& c, const Tensor& gradient, c
 }
 
 inline Tensor gradient_of_filters(const Convolution& c, const Tensor& gradient, const Tensor& weight) {
-  if (c.down.plain() && c.right.plain() && c.pixels() >= 512) return gradient_of_pixels(c, gradient, weight);
+  if ((c.down.plain() && c.right.plain() && c.pixels() >= 512) || joins_images(c)) return gradient_of_pixels(c, gradient, weight);
   const int64_t width = Panels(c.filters).vectors * LANES, taps = c.taps();
   float* sums = scratch(SUMS).take(taps * width);
   convolve_weights(c, gradient.const_data_ptr(), sums);

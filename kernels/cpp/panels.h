@@ -16,11 +16,21 @@ struct Result {
   Type type;
   int64_t n;
   const float* plus;
-  bool direct() const { return type == at::kFloat && !plus; }  // as it is added up: no step in between
+  // Where columns are the pixels of several images, this many each: an image's rows follow each other in memory, and `each` is what
+  // is added to each row, or null.
+  int64_t pixels = 0, rows = 0;
+  const float* each = nullptr;
+  bool direct() const { return type == at::kFloat && !plus && pixels == 0; }  // as it is added up: no step in between
   void* at(int64_t row, int64_t column) const { return advanced(data, type, row * n + column); }
   Result from(int64_t row) const { return {at(row, 0), type, n, plus}; }
-  void write(const float* sums, int64_t stride, int64_t row, int64_t column, int64_t rows, int64_t columns) const {
-    finish(type, sums, stride, plus ? plus + column : nullptr, at(row, column), n, rows, columns);
+  void write(float* sums, int64_t stride, int64_t row, int64_t column, int64_t some, int64_t columns) const {
+    if (pixels == 0) return finish(type, sums, stride, plus ? plus + column : nullptr, at(row, column), n, some, columns);
+    if (each) add_to_rows(sums, stride, each + row, some, columns);
+    for (int64_t done = 0; done < columns;) {
+      const int64_t image = (column + done) / pixels, pixel = (column + done) % pixels, use = std::min(pixels - pixel, columns - done);
+      finish(type, sums + done, stride, nullptr, advanced(data, type, (image * rows + row) * pixels + pixel), pixels, some, use);
+      done += use;
+    }
   }
 };
 
@@ -143,7 +153,7 @@ struct Tiled {
   int64_t column;  // of the first panel
   bool flipped;
 
-  void write(const float* sums, int64_t step, int64_t row, int64_t first, int64_t rows, int64_t columns) const {
+  void write(float* sums, int64_t step, int64_t row, int64_t first, int64_t rows, int64_t columns) const {
     if (!flipped) return to.write(sums, step, row, first, rows, columns);
     float* turned = scratch(TURNED).take(rows * columns);
     pack(Operand{sums, step, true, at::kFloat, at::kFloat}, 0, 0, columns, rows, turned, rows);

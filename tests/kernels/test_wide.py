@@ -130,6 +130,10 @@ def windows(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], list[int
 @example(window=((2, 5, 9, 40), (7, 5, 2, 3), [2, 2], [1, 1], [1, 1]), biased=False, dtype=LOW[0], threads=2)
 @example(window=((1, 16, 7, 70), (9, 16, 3, 4), [3, 3], [0, 4], [2, 2]), biased=False, dtype=LOW[1], threads=1)
 @example(window=((3, 3, 4, 51), (20, 3, 1, 1), [2, 3], [2, 4], [1, 1]), biased=True, dtype=LOW[1], threads=2)
+# one pixel at a time: those of several small images side by side, in groups, and in groups that differ
+@example(window=((4, 400, 7, 7), (330, 400, 1, 1), [1, 1], [0, 0], [1, 1]), biased=True, dtype=LOW[0], threads=2)
+@example(window=((11, 2048, 10, 9), (64, 2048, 1, 1), [1, 1], [0, 0], [1, 1]), biased=True, dtype=LOW[1], threads=2)
+@example(window=((13, 1000, 19), (132, 1000, 1), [1], [0], [1]), biased=False, dtype=LOW[1], threads=1)
 # torch's kernel, with channels last: results, images' and filters' gradients, in parts that do not divide
 @example(window=((16, 64, 16, 16), (64, 64, 3, 3), [1, 1], [1, 1], [1, 1]), biased=True, dtype=LOW[0], threads=2)
 @example(window=((5, 32, 14, 15), (40, 32, 3, 3), [2, 2], [1, 1], [1, 1]), biased=False, dtype=LOW[1], threads=2)

@@ -27,13 +27,16 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append("prepare")
         return ready()
 
-    def runs_wide(dtype: torch.dtype) -> bool:
-        seen.append("choose")
-        return cpu.runs_wide(dtype)
+    def asked(choose: Callable[..., bool]) -> Callable[..., bool]:
+        def choose_and_say(*args: object) -> bool:
+            seen.append("choose")
+            return choose(*args)
+
+        return choose_and_say
 
     monkeypatch.setattr(build, "prepare", prepare)
-    for module in (fuse_cast_matmul, lowering):
-        monkeypatch.setattr(module, "runs_wide", runs_wide)
+    monkeypatch.setattr(fuse_cast_matmul, "product_runs_wide", asked(cpu.product_runs_wide))
+    monkeypatch.setattr(lowering, "runs_wide", asked(cpu.runs_wide))
     return seen
 
 
