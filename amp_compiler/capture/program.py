@@ -11,7 +11,7 @@ import copy
 import io
 import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import IO, Any
@@ -177,15 +177,16 @@ def _keys(context: Any) -> list[str] | None:
 # ------------------------------------------------------------------------------------------- for running it
 
 
-def functional(program: ExportedProgram) -> ExportedProgram:
+def functional(program: ExportedProgram, more: Mapping[Any, Callable[..., Any]] | None = None) -> ExportedProgram:
     """Return a copy of a program in functional ATen, like AOTAutograd's inference graphs; dynamic shapes stay dynamic.
+    ``more``: decompositions of further ops.
 
     torch 2.13: ``run_decompositions`` keeps composite ops that its table does not name, so the table names those whose
     contents passes on functional graphs need to see.
     """
     aten, known = torch.ops.aten, torch.export.default_decompositions()
     composites = [getattr(getattr(aten, name), overload) for name, overload in COMPOSITES]
-    table = {op: known[op] for op in composites}
+    table = {**{op: known[op] for op in composites}, **(more or {})}
     with torch._C._DisableAutocast(), torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)  # caused by torch copying its own tree specs
         result: ExportedProgram = program.run_decompositions(table)

@@ -5,6 +5,9 @@ done differently here. *Dropout* between layers: torch's decomposition omits it 
 ``num_layers < i - 1``, is never true), so such a model would silently train without it. *An LSTM layer* on a CPU is
 ``amp::lstm_layer`` (``kernels/lstm.py``), one op for the whole sequence instead of thirty ops per time step.
 ``Policy.torch`` decomposes it too: its results must be those of autocast around torch's own cells.
+
+An exported program keeps ``aten.lstm`` as one op. torch runs it step by step, with native products, where oneDNN has no
+such layer for the dtype; ``of_program`` finds those that are run as layers of ours instead.
 """
 
 from __future__ import annotations
@@ -15,8 +18,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
 
+from .. import ir
+from ..common.torch_names import pytree
+from ..kernels.cpu import runs_wide
 from ..kernels.lstm import LOW  # and the op
 from ..policy import Policy
 
@@ -36,6 +42,20 @@ def decompositions(policy: Policy) -> dict[Any, Callable[..., Any]]:
     torchs = {**get_decompositions(_OPS), aten.lstm.input: _lstm}
     whole = policy.autocast_device is None
     return {op: partial(_packed if op._overloadname == "data" else _padded, torchs[op], whole) for op in _OPS}
+
+
+def of_program(graph: fx.GraphModule, policy: Policy) -> dict[Any, Callable[..., Any]]:
+    """Return the decomposition of an exported program's LSTMs into layers of ours; empty if one of them has a form that
+    our op does not run, or if this CPU has units for its products, which oneDNN's own layer uses."""
+    found = [n for _, inner in ir.all_graphs(graph) for n in inner.graph.nodes if n.target is aten.lstm.input]
+    if policy.autocast_device is not None or not found or not all(map(_runs_as_ours, found)):
+        return {}
+    return {aten.lstm.input: decompositions(policy)[aten.lstm.input]}
+
+
+def _runs_as_ours(node: fx.Node) -> bool:
+    x, states, params = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], node.args[:3])
+    return x.dtype in LOW and runs_wide(x.dtype) and _is_ours(x, states, params)
 
 
 def _lstm(

@@ -10,6 +10,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from .. import ir
+from ..capture import recurrent
 from ..capture.program import Frame, functional, rebuild, weights_of
 from ..capture.straight import straight_line
 from ..common.torch_names import no_autocast, pytree
@@ -52,7 +53,8 @@ class Running:
         self, program: ExportedProgram, policy: Policy, disabled: tuple[str, ...], cache_weights: bool,
         history: list[Record],
     ) -> ExportedProgram:  # fmt: skip
-        lowered = functional(program)
+        own = "lower_kernels" not in disabled
+        lowered = functional(program, recurrent.of_program(program.graph_module, policy) if own else None)
         gm, weights = lowered.graph_module, weights_of(lowered)
         assert isinstance(gm, fx.GraphModule)
         prepare_kernels(gm, policy)

@@ -149,3 +149,32 @@ def test_on_a_cpu_with_units_torchs_kernels_run() -> None:
     converted = convert_model(model, (x,), dtype=BF16)
     assert torch.equal(converted(x), converted.exported_program.module()(x))
     assert converted.cached_bytes == 0
+
+
+class Recurrent(nn.Module):
+    def __init__(self, **more: Any) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 8, batch_first=True, **more)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        out, (h, c) = self.lstm(x)
+        return out, h, c
+
+
+@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("more", [{"num_layers": 2}, {"bidirectional": True, "bias": False}, {"proj_size": 3}], ids=str)
+def test_an_lstm_runs_in_layers_of_ours(
+    low: torch.dtype, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model, x = Recurrent(**more).eval(), torch.randn(2, 5, 6)
+    convert_model(model, (x,), dtype=low).save(tmp_path / "lstm.pt2")
+    for setting, ours in (("wide", "proj_size" not in more), ("native", False)):
+        monkeypatch.setenv("AMP_CPU_KERNELS", setting)
+        converted = load_converted(tmp_path / "lstm.pt2")
+        for _ in range(2):
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                found = converted(x)
+            least = 30 if low is BF16 else 45
+            assert all(snr(one, other) > least for one, other in zip(found, model(x), strict=True))
+            assert any(event.key == "amp::lstm_layer" for event in profile.key_averages()) is ours
+        assert foreign_ops(converted.exported_program) == []
