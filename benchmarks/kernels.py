@@ -113,11 +113,13 @@ def multiplied(dtype: torch.dtype, a: Tensor, b: Tensor, out: torch.dtype) -> Ru
 
 
 def convolution(
-    dtype: torch.dtype, batch: int, channels: int, size: int, out: int, kernel: int, stride: int, backward: bool = False
-) -> dict[str, Runs]:
-    x, w, b = torch.randn(batch, channels, size, size), torch.randn(out, channels, kernel, kernel), torch.randn(out)
-    rest = ([stride] * 2, [kernel // 2] * 2, [1, 1], False, [0, 0], 1)
-    name = f"convolution {batch}x{channels}x{size}² to {out}"
+    dtype: torch.dtype, batch: int, channels: int, size: int, out: int, kernel: int, stride: int, groups: int = 1,
+    *, backward: bool = False,
+) -> dict[str, Runs]:  # fmt: skip
+    x, b = torch.randn(batch, channels, size, size), torch.randn(out)
+    w = torch.randn(out, channels // groups, kernel, kernel)
+    rest = ([stride] * 2, [kernel // 2] * 2, [1, 1], False, [0, 0], groups)
+    name = f"convolution {batch}x{channels}x{size}² to {out}" + f" in {groups} groups" * (groups > 1)
     if (kernel, stride) != (3, 1):
         name += f", {kernel}x{kernel}" + f" by {stride}" * (stride > 1)
     cases = {name: three(aten.convolution.default, dtype, (x, w, b), rest)}

@@ -63,31 +63,64 @@ struct Frame {
 
   // Fills it for the rows of results from `row` on.
   void fill(int64_t image, int64_t row, int64_t first_channel, int64_t channels, float* to) const {
+    if (c.down.stride == 1 && c.right.stride == 1 && c.x.width < SHORT) {
+      for (int64_t i = 0; i < channels; ++i, to += plane) {
+        fill_short(image * c.x.channels + first_channel + i, row - c.down.padding, to);
+      }
+      return;
+    }
     for (int64_t i = 0; i < channels; ++i) {
-      for (int64_t a = 0; a < c.down.phases(); ++a) {
-        for (int64_t b = 0; b < c.right.phases(); ++b, to += plane) {
-          fill_plane(image * c.x.channels + first_channel + i, row * c.down.stride + a - c.down.padding, b - c.right.padding, to);
-        }
+      for (int64_t a = 0; a < c.down.phases(); ++a, to += c.right.phases() * plane) {
+        fill_planes(image * c.x.channels + first_channel + i, row * c.down.stride + a - c.down.padding, to);
       }
     }
   }
 
  private:
-  // The rows of an image's plane from `top` on, the columns from `left` on, by the strides.
-  void fill_plane(int64_t number, int64_t top, int64_t left, float* to) const {
-    const int64_t step = c.right.stride;
-    const int64_t begin = std::min(left < 0 ? blocks(-left, step) : 0, pitch);
-    const int64_t end = std::max(std::min(c.x.width > left ? blocks(c.x.width - left, step) : 0, pitch), begin);
+  static constexpr int64_t SHORT = 4 * LANES;  // rows of pixels that are widened together: one by one, they would not fill vectors
+
+  // The rows of an image's plane from `top` on, without a stride.
+  void fill_short(int64_t number, int64_t top, float* to) const {
+    const int64_t width = c.x.width, from = std::min(std::max<int64_t>(top, 0), c.x.height);
+    const int64_t until = std::max(std::min(top + height, c.x.height), from);
+    const int64_t begin = std::min(std::max<int64_t>(c.right.padding, 0), pitch);
+    const int64_t end = std::max(std::min(width + c.right.padding, pitch), begin);
+    float* dense = scratch(DENSE).take((until - from) * width + LANES);
+    widen(c.x.type, advanced(c.x.data, c.x.type, (number * c.x.height + from) * width), dense, (until - from) * width);
+    place_rows(dense, 0, to, pitch, 0, 0, from - top);
+    to += (from - top) * pitch;
+    place_rows(dense + begin - c.right.padding, width, to, pitch, begin, end, until - from);
+    to += (until - from) * pitch;
+    place_rows(dense, 0, to, pitch, 0, 0, top + height - until);
+  }
+
+  // The rows of an image's plane from `top` on, by the stride: a plane for each phase of the columns.
+  void fill_planes(int64_t number, int64_t top, float* to) const {
+    const int64_t step = c.right.stride, phases = c.right.phases();
+    // The columns of phase b that are inside of the image: first(b) to last(b). All phases have those from first(0) to last(phases - 1).
+    const auto first = [&](int64_t b) { return std::min(b < c.right.padding ? blocks(c.right.padding - b, step) : 0, pitch); };
+    const auto last = [&](int64_t b) {
+      const int64_t width = c.x.width + c.right.padding - b;
+      return std::max(std::min(width > 0 ? blocks(width, step) : 0, pitch), first(b));
+    };
+    const int64_t begin = first(0), end = std::max(last(phases - 1), begin);
     for (int64_t r = 0; r < height; ++r, to += pitch) {
       const int64_t y = top + r * c.down.stride;
-      if (y < 0 || y >= c.x.height || begin == end) {
-        std::fill(to, to + pitch, 0.0f);
-        continue;
+      const bool inside = y >= 0 && y < c.x.height;
+      const auto pixel = [&](int64_t b, int64_t q) {  // of column q of phase b
+        return advanced(c.x.data, c.x.type, (number * c.x.height + y) * c.x.width + q * step + b - c.right.padding);
+      };
+      for (int64_t b = 0; b < phases; ++b) {
+        float* row = to + b * plane;
+        const int64_t from = inside ? first(b) : pitch, until = inside ? last(b) : pitch;
+        std::fill(row, row + from, 0.0f);
+        if (from < begin) widen_every(c.x.type, pixel(b, from), step, row + from, std::min(begin, until) - from);
+        if (const int64_t rest = std::max(from, end); rest < until) widen_every(c.x.type, pixel(b, rest), step, row + rest, until - rest);
+        std::fill(row + until, row + pitch, 0.0f);
       }
-      for (int64_t i = 0; i < begin; ++i) to[i] = 0.0f;
-      const int64_t at = (number * c.x.height + y) * c.x.width + left + begin * step;
-      widen_every(c.x.type, advanced(c.x.data, c.x.type, at), step, to + begin, end - begin);
-      for (int64_t i = end; i < pitch; ++i) to[i] = 0.0f;
+      if (!inside || begin == end) continue;
+      if (phases == 1) widen_every(c.x.type, pixel(0, begin), step, to + begin, end - begin);
+      else pack({pixel(0, begin), step, true, c.x.type, c.x.type}, 0, 0, phases, end - begin, to + begin, plane);
     }
   }
 };
@@ -199,7 +232,7 @@ inline void convolve(const Convolution& c, const Operand& filters, const float* 
   });
   const Frame one(c, 1);
   const int64_t per_row = c.x.channels * one.channel / one.height, halo = one.height - 1;
-  const int64_t most = std::max(cache_values() / 2 / per_row - halo, fewest_rows(c));
+  const int64_t most = std::max(cache_values() * 5 / 8 / per_row - halo, fewest_rows(c));
   const int64_t stripes = blocks(c.down.count, most), rows = blocks(c.down.count, stripes);
   const Frame frame(c, rows);
   const std::vector<int32_t> taps = frame.taps(c.x.channels);
@@ -281,14 +314,15 @@ inline bool usual_order(const Tensor& x) {
   return same;
 }
 
-// What a convolution's arguments say, if it is one that products do as well: of one or two dimensions, in one group, with images in
-// torch's usual order.
-inline std::optional<Convolution> as_products(const Tensor& x, const Tensor& weight, Numbers stride, Numbers padding,
-                                              Numbers dilation, bool transposed, int64_t groups) {
+// What a convolution's arguments say, if it is one of ours: of one or two dimensions, with images in torch's usual order, and in one
+// group or in one for each channel.
+inline std::optional<Convolution> described(const Tensor& x, const Tensor& weight, Numbers stride, Numbers padding, Numbers dilation,
+                                            bool transposed, int64_t groups) {
   const int64_t dim = x.dim() - 2;
-  const bool known = !transposed && groups == 1 && (dim == 1 || dim == 2) && weight.dim() == x.dim() && usual_order(x) &&
-                     usual_order(weight) && x.scalar_type() == weight.scalar_type() && x.numel() > 0 && weight.numel() > 0 &&
-                     weight.size(1) == x.size(1) && static_cast<int64_t>(stride.size()) == dim &&
+  const bool known = !transposed && (dim == 1 || dim == 2) && weight.dim() == x.dim() && usual_order(x) && usual_order(weight) &&
+                     x.scalar_type() == weight.scalar_type() && x.numel() > 0 && weight.numel() > 0 &&
+                     (groups == 1 || groups == x.size(1)) && weight.size(1) * groups == x.size(1) && weight.size(0) % groups == 0 &&
+                     static_cast<int64_t>(stride.size()) == dim &&
                      static_cast<int64_t>(padding.size()) == dim && static_cast<int64_t>(dilation.size()) == dim;
   if (!known) return std::nullopt;
   const auto along = [&](int64_t i) {  // dimension i of two
@@ -385,7 +419,7 @@ inline bool strided(const Convolution& c) { return c.down.stride > 1 || c.right.
 
 // Whether phases are about as fast as torch's own kernel, as measured: in short rows many places are of no use. They need a quarter
 // of its memory, which holds the gradient in fp32 twice.
-inline bool phases_pay(const Convolution& c) { return c.right.count >= 16; }
+inline bool phases_pay(const Convolution& c) { return c.right.count >= 16 && c.down.stride * c.right.stride <= 4; }
 
 // Whether the places in a frame of the results' gradient are numbers of 32 bits; rows may have millions of them.
 inline bool has_places(const Convolution& c) {

@@ -6,6 +6,7 @@
 #include "multi_tensor.h"
 #include "ops.h"
 #include "steps.h"
+#include "taps.h"
 #include "tiles.h"
 
 namespace amp {
@@ -63,6 +64,17 @@ void add_values(float* values, const float* more, int64_t n) {
   });
 }
 
+void place_rows(const float* from, int64_t stride, float* to, int64_t step, int64_t begin, int64_t end, int64_t rows) {
+  const auto vectors = [](int64_t first, int64_t last, const auto& value) {
+    for (; first < last; first += LANES) value(first);
+  };
+  for (int64_t r = 0; r < rows; ++r, from += stride, to += step) {
+    vectors(0, begin, [&](int64_t i) { put(to + i, Vector{}); });
+    vectors(begin, end, [&](int64_t i) { put(to + i, get<Vector>(from + i - begin)); });
+    vectors(end, step, [&](int64_t i) { put(to + i, Vector{}); });
+  }
+}
+
 void add_to_rows(float* values, int64_t step, const float* plus, int64_t rows, int64_t n) {
   for (int64_t r = 0; r < rows; ++r) {
     in_vectors(n, [&](int64_t j, auto zero) { put(values + r * step + j, get<decltype(zero)>(values + r * step + j) + plus[r]); });
@@ -117,6 +129,19 @@ void multiply_right_at(const Rows& a, const float* b, const int32_t* places, int
 void multiply_left_at(const float* a, const int32_t* places, const float* panel, int64_t vectors, float* c, int64_t step, int64_t rows,
                       int64_t k, bool adds) {
   in_vectors_of(vectors, [&](auto count) { multiply_placed_left<decltype(count)::value>(a, places, panel, c, step, rows, k, adds); });
+}
+
+void add_tap_sums(const float* gradient, const float* pixels, int64_t pitch, const int32_t* places, int64_t taps, int64_t rows,
+                  int64_t count, float* to) {
+  const auto some = [&](auto number, int64_t t) {
+    add_tap_sums<decltype(number)::value>(gradient, pixels, pitch, places + t, rows, count, to + t);
+    return t + decltype(number)::value;
+  };
+  for (int64_t t = 0; t < taps;) {  // as many at a time as windows often have
+    if (taps - t >= 9) t = some(std::integral_constant<int, 9>(), t);
+    else if (taps - t >= 4) t = some(std::integral_constant<int, 4>(), t);
+    else t = some(std::integral_constant<int, 1>(), t);
+  }
 }
 
 void register_lists(Library& library) {

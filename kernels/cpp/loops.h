@@ -47,6 +47,10 @@ float total_of(Type type, const void* from, int64_t n);
 // values += more.
 void add_values(float* values, const float* more, int64_t n);
 
+// Rows of fp32 values, `stride` apart in `from` and `step` apart in `to`: the values from `begin` to `end` of a row come from there, and
+// the others are zeros. In whole vectors: up to LANES - 1 values behind the last row are read and written too.
+void place_rows(const float* from, int64_t stride, float* to, int64_t step, int64_t begin, int64_t end, int64_t rows);
+
 // Adds to the values of each row.
 void add_to_rows(float* values, int64_t step, const float* plus, int64_t rows, int64_t n);
 
@@ -85,6 +89,11 @@ void multiply_right_at(const Rows& a, const float* b, const int32_t* places, int
 // The same with a panel, where row r of the left operand is at a + places[r] and contiguous.
 void multiply_left_at(const float* a, const int32_t* places, const float* panel, int64_t vectors, float* c, int64_t step, int64_t rows,
                       int64_t k, bool adds);
+
+// to[t] += the sum over all results of gradient[row, column] * pixels[places[t] + row * pitch + column]; rows of the gradient are
+// contiguous. Up to LANES - 1 values behind the last row of both are read.
+void add_tap_sums(const float* gradient, const float* pixels, int64_t pitch, const int32_t* places, int64_t taps, int64_t rows,
+                  int64_t count, float* to);
 
 // Scores to probabilities, which are not divided by their sum yet; the greatest score (0 if all are -inf) and the sum.
 struct Greatest {

@@ -12,14 +12,6 @@ inline void keep(float* row, Type type, void* to, int64_t n) {
   if (type != at::kFloat) widen(type, to, row, n);
 }
 
-// Values in fp32, one after the other.
-inline std::vector<float> in_fp32(const Tensor& x) {
-  const Tensor dense = x.contiguous();
-  std::vector<float> values(dense.numel());
-  widen(dense.scalar_type(), dense.const_data_ptr(), values.data(), dense.numel());
-  return values;
-}
-
 // Where the steps of a layer go: `gates` (in fp32: the inputs' part of the sums at first) and `cells` of all steps if they are kept.
 struct Steps {
   int64_t length, batch, hidden;
@@ -33,15 +25,46 @@ struct Steps {
   int64_t place(int64_t step) const { return (reverse ? length - 1 - step : step) * batch * hidden; }
 };
 
+// The weights of the steps' products, all rows of a batch by the matrix `weight`: packed in fp32, for the rows of each thread. Where
+// rows are few and the matrix is large, reading it takes the time: it is read as it is, and all threads share each step.
+class StepWeights {
+ public:
+  StepWeights(const Operand& weight, int64_t batch, int64_t k, int64_t n)
+      : weight_(weight), k_(k), n_(n), few_(batch <= FEW && k * n >= MANY && weight.low != at::kFloat), right_(k, n) {
+    if (few_) return;
+    packed_.resize(right_.values());
+    right_.pack(weight, packed_.data());
+  }
+  int64_t width() const { return few_ ? n_ : right_.width(); }  // of a row of sums
+  void multiply(const float* rows, float* sums, int64_t number) const {
+    if (!few_) return right_.multiply({rows, k_, 1}, sums, width(), number, k_, n_, false);
+    const Result to{sums, at::kFloat, n_, nullptr};
+    multiply_few({rows, k_, false, at::kFloat, at::kFloat}, weight_, to, number, k_);
+  }
+  // Runs f(first, last) for all rows, side by side.
+  template <class F>
+  void for_rows(int64_t batch, const F& f) const {
+    few_ ? f(0, batch) : at::parallel_for(0, batch, 1, f);
+  }
+
+ private:
+  static constexpr int64_t FEW = 4, MANY = int64_t(1) << 18;
+  Operand weight_;
+  int64_t k_, n_;
+  bool few_;
+  Right right_;
+  std::vector<float> packed_;
+};
+
 // All steps of some rows.
-inline void lstm_rows(const Steps& s, const Right& weight, const float* state, const float* cell, int64_t first, int64_t last) {
+inline void lstm_rows(const Steps& s, const StepWeights& weight, const float* state, const float* cell, int64_t first, int64_t last) {
   const int64_t rows = last - first, hidden = s.hidden, width = weight.width(), values = rows * hidden;
   std::vector<float> held(state + first * hidden, state + last * hidden), sums(rows * width), spare(s.cells ? 0 : 2 * values);
   const float* before = cell + first * hidden;
   for (int64_t step = 0; step < s.length; ++step) {
     const int64_t at = s.place(step) + first * hidden;
     float* now = s.cells ? s.cells + at : spare.data() + step % 2 * values;
-    weight.multiply({held.data(), hidden, 1}, sums.data(), width, rows, hidden, 4 * hidden, false);
+    weight.multiply(held.data(), sums.data(), rows);
     for (int64_t r = 0; r < rows; ++r) {
       float *h = held.data() + r * hidden, *gates = s.gates + 4 * (at + r * hidden);
       lstm_step(gates, sums.data() + r * width, before + r * hidden, now + r * hidden, h, hidden);
@@ -83,15 +106,13 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> lstm_layer_cpu(const T
     const Tensor rows = in_lines(x.reshape({length * batch, x.size(2)}), type), weight = in_lines(w_ih, type);
     const Result to{gates.mutable_data_ptr<void>(), at::kFloat, 4 * hidden, plus.empty() ? nullptr : plus.data()};
     multiply(operand(rows, type), transposed(operand(weight, type)), to, length * batch, x.size(2));
-    Right right(hidden, 4 * hidden);
-    std::vector<float> packed(right.values());
     const Tensor turned = in_lines(w_hh, type);
-    right.pack(transposed(operand(turned, type)), packed.data());
+    const StepWeights weights(transposed(operand(turned, type)), batch, hidden, 4 * hidden);
     const Steps steps{length, batch, hidden, reverse, type, gates.mutable_data_ptr<float>(), out.mutable_data_ptr<void>(),
                       keeps ? cells.mutable_data_ptr<float>() : nullptr, rounds ? low_gates.mutable_data_ptr<void>() : nullptr,
                       last_cell.data()};
-    at::parallel_for(0, batch, 1, [&](int64_t i, int64_t end) {
-      lstm_rows(steps, right, first_state.data(), first_cell.data(), i, end);
+    weights.for_rows(batch, [&](int64_t i, int64_t end) {
+      lstm_rows(steps, weights, first_state.data(), first_cell.data(), i, end);
     });
     tidy();
     const void* last = advanced(out.const_data_ptr(), type, steps.place(length - 1));
@@ -106,9 +127,9 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> lstm_layer_cpu(const T
 
 // At the start, `state` and `cell` are the gradients of the last step's values; at the end, those of the first step's.
 inline void lstm_backward(Type type, const void* given, float* state, float* cell, const void* gates, const float* cells,
-                          const float* first_cell, const Right& weight, void* sums, int64_t length, int64_t batch,
+                          const float* first_cell, const StepWeights& weight, void* sums, int64_t length, int64_t batch,
                           int64_t hidden, bool reverse) {
-  at::parallel_for(0, batch, 1, [&](int64_t first, int64_t last) {
+  weight.for_rows(batch, [&](int64_t first, int64_t last) {
     const int64_t rows = last - first, width = weight.width();
     std::vector<float> gate(4 * hidden), above(hidden), grown(rows * 4 * hidden), below(rows * width);
     for (int64_t r = 0; r < rows; ++r) {
@@ -126,7 +147,7 @@ inline void lstm_backward(Type type, const void* given, float* state, float* cel
                            cell + (first + r) * hidden, to, hidden);
         keep(to, type, advanced(sums, type, 4 * (at + r * hidden)), 4 * hidden);
       }
-      weight.multiply({grown.data(), 4 * hidden, 1}, below.data(), width, rows, 4 * hidden, hidden, false);
+      weight.multiply(grown.data(), below.data(), rows);
     }
     for (int64_t r = 0; r < rows; ++r) {
       std::copy(below.data() + r * width, below.data() + r * width + hidden, state + (first + r) * hidden);
@@ -144,13 +165,11 @@ inline void lstm_backward_cpu(const std::optional<Tensor>& given, Tensor state, 
   if (given.has_value()) check_dense({*given});
   const int64_t length = cells.size(0), batch = cells.size(1), hidden = cells.size(2);
   const Type type = gates.scalar_type();
-  Right right(4 * hidden, hidden);
-  std::vector<float> packed(right.values());
-  const Tensor weight = in_lines(w_hh, type);
-  right.pack(operand(weight, type), packed.data());
+  const Tensor dense = in_lines(w_hh, type);
+  const StepWeights weight(operand(dense, type), batch, 4 * hidden, hidden);
   lstm_backward(type, given.has_value() ? given->const_data_ptr() : nullptr, state.mutable_data_ptr<float>(),
                 cell.mutable_data_ptr<float>(), gates.const_data_ptr(), cells.const_data_ptr<float>(),
-                first_cell.const_data_ptr<float>(), right, sums.mutable_data_ptr<void>(), length, batch, hidden, reverse);
+                first_cell.const_data_ptr<float>(), weight, sums.mutable_data_ptr<void>(), length, batch, hidden, reverse);
 }
 
 }  // namespace amp

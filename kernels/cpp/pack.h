@@ -1,6 +1,7 @@
 // Packs blocks of a matrix, rounded to Low, as fp32 rows, even if they are columns in memory: see loops.h.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "rounding.h"
@@ -121,16 +122,38 @@ void pack_lines(const T* from, int64_t stride, int64_t rows, int64_t columns, fl
   }
 }
 
+#if AMP_LANES
+// Transposes a block of at most as many rows and columns as a vector has lanes.
+template <class Low, class T>
+void turn_some(const T* from, int64_t stride, int64_t rows, int64_t columns, float* to, int64_t step) {
+  alignas(64) float lines[AMP_LANES * AMP_LANES], turned[AMP_LANES * AMP_LANES];
+  for (int64_t c = 0; c < AMP_LANES; ++c) {
+    float* line = lines + c * AMP_LANES;
+    const T* values = from + c * stride;
+    if (c < columns && rows == AMP_LANES) {
+      store(line, load_rounded<Low>(values));
+    } else {
+      for (int64_t r = 0; r < AMP_LANES; ++r) line[r] = c < columns && r < rows ? rounded_one<Low>(values[r]) : 0.0f;
+    }
+  }
+  turn<Exact>(lines, AMP_LANES, turned, AMP_LANES);
+  for (int64_t r = 0; r < rows; ++r) __builtin_memcpy(to + r * step, turned + r * AMP_LANES, columns * sizeof(float));
+}
+#endif
+
 // The same of columns in memory that are `stride` apart.
 template <class Low, class T>
 void pack_turned(const T* from, int64_t stride, int64_t rows, int64_t columns, float* to, int64_t step) {
   int64_t r = 0;
 #if AMP_LANES
-  for (; r + AMP_LANES <= rows; r += AMP_LANES) {
-    int64_t c = 0;
-    for (; c + AMP_LANES <= columns; c += AMP_LANES) turn<Low>(from + c * stride + r, stride, to + r * step + c, step);
-    for (; c < columns; ++c) {
-      for (int64_t i = r; i < r + AMP_LANES; ++i) to[i * step + c] = rounded_one<Low>(from[c * stride + i]);
+  constexpr int64_t FEW = 8;  // rows or columns, for which one value after the other is faster
+  for (; r < rows && std::min(rows - r, columns) >= FEW; r += AMP_LANES) {
+    const int64_t high = std::min<int64_t>(rows - r, AMP_LANES);
+    for (int64_t c = 0; c < columns; c += AMP_LANES) {
+      const int64_t wide = std::min<int64_t>(columns - c, AMP_LANES);
+      const T* block = from + c * stride + r;
+      float* place = to + r * step + c;
+      high == AMP_LANES && wide == AMP_LANES ? turn<Low>(block, stride, place, step) : turn_some<Low>(block, stride, high, wide, place, step);
     }
   }
 #endif

@@ -39,6 +39,14 @@ inline Operand operand(const Tensor& x, Type low) {
   return {x.const_data_ptr(), turned ? x.stride(-1) : x.stride(-2), turned, x.scalar_type(), low};
 }
 
+// Values in fp32, one after the other.
+inline std::vector<float> in_fp32(const Tensor& x) {
+  const Tensor dense = x.contiguous();
+  std::vector<float> values(dense.numel());
+  widen(dense.scalar_type(), dense.const_data_ptr(), values.data(), dense.numel());
+  return values;
+}
+
 // A long sum is added up in parts, in the same ones on every CPU: a part of a panel and of a block of rows fit the cache.
 struct Depths {
   int64_t k, each, number;

@@ -51,7 +51,7 @@ class Scratch {
   int64_t size_ = 0;
 };
 
-enum Use { LEFT, RIGHT, SUMS, BIAS, TURNED, PIXELS, USES };
+enum Use { LEFT, RIGHT, SUMS, BIAS, TURNED, PIXELS, DENSE, USES };
 
 inline Scratch& scratch(Use use) {
   thread_local Scratch pieces[USES];

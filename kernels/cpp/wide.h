@@ -1,7 +1,7 @@
 // Runs an ATen op on low-precision tensors in fp32: low arguments are widened, and each result is rounded once.
 #pragma once
 
-#include "convolution.h"
+#include "depthwise.h"
 
 namespace amp {
 
@@ -126,8 +126,11 @@ inline AtenTensorHandle wide_convolution_cpu(const Tensor& input, const Tensor& 
                                              Numbers stride, Numbers padding, Numbers dilation, bool transposed,
                                              Numbers output_padding, int64_t groups) {
   const Type low = low_of({&input, &weight});
-  const std::optional<Convolution> c = as_products(input, weight, stride, padding, dilation, transposed, groups);
-  if (c && pays(*c) && (!bias || bias->scalar_type() != Type::Other)) return convolution_by_products(*c, input, weight, bias).handed_over();
+  const std::optional<Convolution> known = described(input, weight, stride, padding, dilation, transposed, groups);
+  const bool own = known && (!bias || bias->scalar_type() != Type::Other);
+  if (own && groups > 1 && planes_pay(*known)) return depthwise_convolution(*known, input, weight, bias).handed_over();
+  const std::optional<Convolution> c = groups == 1 ? known : std::nullopt;
+  if (own && c && pays(*c)) return convolution_by_products(*c, input, weight, bias).handed_over();
   Widened wide(low);
   const bool last = c && last_pays(*c);
   AtenTensorHandle result = nullptr, plus = bias ? wide(*bias) : nullptr;
@@ -143,8 +146,9 @@ inline std::tuple<AtenTensorHandle, AtenTensorHandle, AtenTensorHandle> wide_con
     Numbers stride, Numbers padding, Numbers dilation, bool transposed, Numbers output_padding, int64_t groups,
     const std::vector<bool>& output_mask) {
   const Type low = low_of({&gradient, &input, &weight});
-  const std::optional<Convolution> c = as_products(input, weight, stride, padding, dilation, transposed, groups);
-  const bool known = c && usual_order(gradient) && gradient.scalar_type() == low, own = known && pays(*c);
+  const std::optional<Convolution> c = described(input, weight, stride, padding, dilation, transposed, groups);
+  const bool usual = c && usual_order(gradient) && gradient.scalar_type() == low, known = usual && groups == 1;
+  const bool own = known && pays(*c), planes = usual && groups > 1 && !strided(*c);
   const bool own_images = known && (strided(*c) ? phases_pay(*c) : own) && has_places(*c);
   AtenTensorHandle results[3] = {};
   Widened wide(low);
@@ -174,14 +178,18 @@ inline std::tuple<AtenTensorHandle, AtenTensorHandle, AtenTensorHandle> wide_con
     }
   };
   // The images' gradient comes last: it is as large as all that the others need.
-  if (own) {
+  if (planes) {
+    if (output_mask[1]) results[1] = depthwise_gradient_of_filters(*c, gradient, weight).handed_over();
+    if (output_mask[2]) results[2] = gradient_of_bias(*c, gradient).handed_over();
+  } else if (own) {
     if (output_mask[1]) results[1] = gradient_of_filters(*c, gradient, weight).handed_over();
     if (output_mask[2]) results[2] = gradient_of_bias(*c, gradient).handed_over();
   } else if (output_mask[1] || output_mask[2]) {
     by_torch({0, output_mask[1], output_mask[2]}, known && filters_last_pays(*c));
   }
   if (output_mask[0]) {
-    if (own_images) results[0] = gradient_of_images(*c, gradient, input, weight).handed_over();
+    if (planes && turned_planes_pay(*c)) results[0] = depthwise_gradient_of_images(*c, gradient, input, weight).handed_over();
+    else if (own_images) results[0] = gradient_of_images(*c, gradient, input, weight).handed_over();
     else by_torch({1, 0, 0}, known && last_pays(*c));
   }
   for (AtenTensorHandle& result : results) {

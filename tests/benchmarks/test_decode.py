@@ -42,10 +42,10 @@ def test_one_of_the_models_has_300_million_parameters() -> None:
 def test_shapes_of_kernels() -> None:
     """Every section has the right number of sizes, and low-precision weights of more than 32 MB are among them."""
     shapes = tomllib.loads((Path(decode.__file__).with_name("kernel_shapes.toml")).read_text())
-    numbers = {"products": 3, "batched": 4, "convolutions": 6, "attention": 4, "layers": 2}
+    numbers = {"products": (3,), "batched": (4,), "convolutions": (6, 7), "attention": (4,), "layers": (2,)}
     for kind in ("products", "batched", "convolutions", "attention"):
-        assert all(len(shape) == numbers[kind] for shape in shapes[kind]["usual"] + shapes[kind]["more"])
+        assert all(len(shape) in numbers[kind] for shape in shapes[kind]["usual"] + shapes[kind]["more"])
     for network in shapes["networks"].values():
         for kind in ("layers", "convolutions", "attention"):
-            assert all(len(shape) == numbers[kind] for shape in network[kind])
+            assert all(len(shape) in numbers[kind] for shape in network[kind])
     assert any(2 * k * n > 32 << 20 for k, n in shapes["networks"]["llama_7b"]["layers"])

@@ -62,7 +62,11 @@ def loss_of(results: tuple[Tensor, ...]) -> Tensor:
 @pytest.mark.parametrize(("dtype", "roundings"), [(F32, 64), (F16, 32), (BF16, 32)])
 def test_gradients_are_those_of_the_function(dtype: torch.dtype, roundings: int, reverse: bool) -> None:
     """Beside torch's own derivative of the same steps in fp64; each of five steps rounds a few times."""
-    args = operands(5, 3, 4, 6, dtype)
+    check_gradients(operands(5, 3, 4, 6, dtype), roundings, reverse)
+
+
+def check_gradients(args: list, roundings: int, reverse: bool) -> None:
+    dtype = args[0].dtype
     leaves = [a.clone().requires_grad_() for a in args]
     loss_of(op(*leaves, reverse)).backward()
     exact = [a.double().requires_grad_() for a in args]
@@ -70,6 +74,17 @@ def test_gradients_are_those_of_the_function(dtype: torch.dtype, roundings: int,
     for own, wanted in zip(leaves, exact, strict=True):
         assert own.grad.dtype is dtype
         assert (own.grad - wanted.grad).abs().max() <= roundings * torch.finfo(dtype).eps * wanted.grad.abs().max()
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("dtype", "roundings"), [(F32, 64), (F16, 32), (BF16, 32)])
+def test_few_rows_of_a_large_layer(dtype: torch.dtype, roundings: int, batch: int) -> None:
+    """Where the weights are read as they are in memory, instead of packed."""
+    args = operands(3, batch, 4, 264, dtype)
+    args[4] = args[4] / 16  # sums of 264 values are as large as those of a few
+    for own, wanted in zip(op(*args, False)[:3], reference(*args, False), strict=True):
+        assert (own - wanted).abs().max() <= 48 * torch.finfo(dtype).eps
+    check_gradients(args, roundings, True)
 
 
 def test_activations_are_torchs() -> None:

@@ -112,15 +112,17 @@ def test_kernels_of_one_pixel(
 
 @st.composite
 def windows(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], list[int], list[int], list[int]]:
-    """The sizes of images and filters, strides, padding and dilation, of one dimension or two."""
+    """The sizes of images and filters, strides, padding and dilation, of one dimension or two; filters read one channel
+    or all of them."""
     dim = draw(st.sampled_from([1, 2, 2]))
-    images, outputs = draw(st.integers(1, 3)), draw(st.integers(1, 70))
-    inputs = draw(st.sampled_from([1, 3, 5, 16, 33]))
+    images, inputs = draw(st.integers(1, 3)), draw(st.sampled_from([1, 3, 5, 16, 33]))
+    read = draw(st.sampled_from([inputs, inputs, 1]))
+    outputs = draw(st.integers(1, 70)) if read == inputs else inputs * draw(st.integers(1, 2))
     kernel, stride, dilation = ([draw(st.integers(1, most)) for _ in range(dim)] for most in (4, 3, 2))
     padding = [draw(st.integers(0, 4)) for _ in range(dim)]
     least = [max(d * (k - 1) + 1 - 2 * p, 1) for k, d, p in zip(kernel, dilation, padding, strict=True)]
     sizes = [draw(st.integers(least[d], least[d] + (60 if d == dim - 1 else 9))) for d in range(dim)]
-    return (images, inputs, *sizes), (outputs, inputs, *kernel), stride, padding, dilation
+    return (images, inputs, *sizes), (outputs, read, *kernel), stride, padding, dilation
 
 
 @given(window=windows(), biased=st.booleans(), dtype=st.sampled_from(LOW), threads=st.sampled_from([1, 2]))
@@ -134,6 +136,14 @@ def windows(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], list[int
 @example(window=((4, 400, 7, 7), (330, 400, 1, 1), [1, 1], [0, 0], [1, 1]), biased=True, dtype=LOW[0], threads=2)
 @example(window=((11, 2048, 10, 9), (64, 2048, 1, 1), [1, 1], [0, 0], [1, 1]), biased=True, dtype=LOW[1], threads=2)
 @example(window=((13, 1000, 19), (132, 1000, 1), [1], [0], [1]), biased=False, dtype=LOW[1], threads=1)
+# filters of one channel: more rows than a stripe has, padding beyond the window, two for each channel, many weights,
+# a sequence, a stride, which is torch's
+@example(window=((2, 3, 90, 120), (3, 1, 3, 3), [1, 1], [1, 1], [1, 1]), biased=True, dtype=LOW[0], threads=2)
+@example(window=((3, 20, 14, 14), (20, 1, 5, 5), [1, 1], [6, 5], [1, 1]), biased=False, dtype=LOW[1], threads=2)
+@example(window=((2, 9, 11, 17), (18, 1, 3, 2), [1, 1], [2, 0], [2, 3]), biased=True, dtype=LOW[1], threads=1)
+@example(window=((2, 6, 19, 33), (6, 1, 7, 7), [1, 1], [3, 3], [1, 1]), biased=True, dtype=LOW[0], threads=2)
+@example(window=((2, 40, 300), (40, 1, 4), [1], [3], [1]), biased=True, dtype=LOW[1], threads=2)
+@example(window=((2, 8, 15, 15), (8, 1, 3, 3), [2, 2], [1, 1], [1, 1]), biased=True, dtype=LOW[0], threads=2)
 # torch's kernel, with channels last: results, images' and filters' gradients, in parts that do not divide
 @example(window=((16, 64, 16, 16), (64, 64, 3, 3), [1, 1], [1, 1], [1, 1]), biased=True, dtype=LOW[0], threads=2)
 @example(window=((5, 32, 14, 15), (40, 32, 3, 3), [2, 2], [1, 1], [1, 1]), biased=False, dtype=LOW[1], threads=2)
@@ -149,7 +159,7 @@ def test_any_window(window: Any, biased: bool, dtype: torch.dtype, threads: int)
         return torch.randint(-2, 3, sizes).float()
 
     x, w, bias = numbers(*x_size), numbers(*w_size), numbers(w_size[0]) if biased else None
-    rest = (stride, padding, dilation, False, [0] * len(stride), 1)
+    rest = (stride, padding, dilation, False, [0] * len(stride), x_size[1] // w_size[1])
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -172,18 +182,20 @@ def test_any_window(window: Any, biased: bool, dtype: torch.dtype, threads: int)
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("place", [(0, 0), (3, 19), (7, 0)], ids=str)
-def test_what_is_not_finite_reaches_only_what_reads_it(place: tuple[int, int], value: float) -> None:
+@pytest.mark.parametrize("groups", [1, 3])
+def test_what_is_not_finite_reaches_only_what_reads_it(groups: int, place: tuple[int, int], value: float) -> None:
     """A pixel at the edge of an image, or of its gradient, has no part in the sums of some weights and pixels. (Not
     compared: the weights' gradient from an infinite gradient, which is multiplied with the zeros of the padding.)"""
     torch.manual_seed(0)
-    w, rest = torch.randn(5, 3, 3, 3), ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-    x, g = torch.randn(2, 3, 8, 20), torch.randn(2, 5, 8, 20)
+    filters = 5 if groups == 1 else 3
+    w, rest = torch.randn(filters, 3 // groups, 3, 3), ([1, 1], [1, 1], [1, 1], False, [0, 0], groups)
+    x, g = torch.randn(2, 3, 8, 20), torch.randn(2, filters, 8, 20)
     for spoiled in (x, g):
         before = spoiled[(1, 2, *place)].clone()
         spoiled[(1, 2, *place)] = value
         cases: list[tuple[Any, tuple[Tensor, ...], tuple[Any, ...]]] = [
             (aten.convolution.default, (x, w), (None, *rest)),
-            (aten.convolution_backward.default, (g, x, w), ([5], *rest, [True, spoiled is x, spoiled is x])),
+            (aten.convolution_backward.default, (g, x, w), ([filters], *rest, [True, spoiled is x, spoiled is x])),
         ]
         for op, tensors, more in cases:
             low = [t.half() for t in tensors]
