@@ -114,7 +114,8 @@ PLANS = {
         Job("convert", "convert", "--rounds 15"),
         Job("decode", "decode", "--rounds 9"),
         Job("real_width", "steps", "--subjects bert_large llama_2048 resnet50"),
-        Job("kernels_real_width", "kernels", "--networks bert_large llama_7b resnet50 depthwise --no-gradients --no-build"),
+        Job("kernels_real_width", "kernels", "--networks bert_large llama_7b resnet50 depthwise --no-gradients"
+            " --no-build"),
         Job("dump", "dump", "--graph forward inference joint"),
         Job("gpu", "gpu"),
         Job("frameworks", "frameworks"),

@@ -1,11 +1,15 @@
 """``amp::cast_matmul``: a matrix product that rounds its operands to low precision as it reads them.
 
-    cast_matmul(Tensor a, Tensor b, Tensor? bias, ScalarType dtype, ScalarType out_dtype) -> Tensor
+    cast_matmul(Tensor a, Tensor b, Tensor? bias, ScalarType dtype, ScalarType out_dtype, *,
+                Tensor? plus=None, Tensor? times=None, bool relu=False) -> Tensor
 
 ``a`` is [M, K] or [B, M, K], ``b`` [K, N] or [B, K, N], in any float dtype and with any strides; ``bias`` is [N] or
 None. Operands and bias are rounded to ``dtype`` (fp16 or bf16), products are added up in fp32, and the result is
 rounded once, to ``out_dtype`` (``dtype`` or fp32). So no cast of an operand is written to memory, and a weight gradient
 that is wanted in fp32 is returned in fp32.
+
+A low result may go through what follows it: ``plus`` is added, ``times`` is multiplied with, both in ``dtype`` and with
+as many values in the same order, and ``relu`` is applied, each as an op of its own would do it, with its own rounding.
 
 ``reference`` defines the meaning. On a CPU, torch's fp32 product runs (see ``cpu.py``), between conversions in C++
 (``cpp/cast_matmul.h``, ``cpp/loops.h``) or, where that is not built, in Python; on CUDA and ROCm, a Triton kernel runs
@@ -86,7 +90,10 @@ def scratch_bytes() -> int:
 
 
 _LIBRARY = torch.library.Library("amp", "FRAGMENT")
-_LIBRARY.define("cast_matmul(Tensor a, Tensor b, Tensor? bias, ScalarType dtype, ScalarType out_dtype) -> Tensor")
+_LIBRARY.define(
+    "cast_matmul(Tensor a, Tensor b, Tensor? bias, ScalarType dtype, ScalarType out_dtype, *, Tensor? plus=None,"
+    " Tensor? times=None, bool relu=False) -> Tensor"
+)
 
 
 def cast_matmul(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:
@@ -107,9 +114,28 @@ def reference(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out
     return exact.to(torch.float32).to(out_dtype)
 
 
-def _cpu(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:
+def _then(result: Tensor, plus: Tensor | None, times: Tensor | None, relu: bool) -> Tensor:
+    """Change a result, in its own memory, as the ops that follow a product would."""
+    for other in (plus, times):
+        if other is not None and (other.dtype is not result.dtype or other.numel() != result.numel()):
+            raise RuntimeError(f"cast_matmul adds or multiplies with as many {result.dtype} values as the result has")
+    if plus is not None:
+        result.add_(plus.reshape(result.shape))
+    if times is not None:
+        result.mul_(times.reshape(result.shape))
+    return result.relu_() if relu else result
+
+
+def _cpu(
+    a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype, *,
+    plus: Tensor | None = None, times: Tensor | None = None, relu: bool = False,
+) -> Tensor:  # fmt: skip
+    return _then(_product(a, b, bias, dtype, out_dtype), plus, times, relu)
+
+
+def _product(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:
     if a.dim() == 3 and b.stride(0) == 0:  # one matrix for the whole batch: torch's `linear` of turned inputs
-        return _cpu(a.flatten(0, 1), b[0], bias, dtype, out_dtype).view(*a.shape[:2], b.shape[-1])
+        return _product(a.flatten(0, 1), b[0], bias, dtype, out_dtype).view(*a.shape[:2], b.shape[-1])
     left, right = SCRATCH.widened("left", a, dtype), SCRATCH.widened("right", b, dtype)
     result = a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=out_dtype)
     sums = result if out_dtype is torch.float32 else SCRATCH.take("sums", result.shape, torch.float32)
@@ -121,7 +147,14 @@ def _cpu(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dtyp
     return result if sums is result else result.copy_(sums)
 
 
-def _cuda(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:
+def _cuda(
+    a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype, *,
+    plus: Tensor | None = None, times: Tensor | None = None, relu: bool = False,
+) -> Tensor:  # fmt: skip
+    return _then(_cuda_product(a, b, bias, dtype, out_dtype), plus, times, relu)
+
+
+def _cuda_product(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:
     if uses_triton(a.device) and all(x is None or x.dtype in DTYPES for x in (a, b, bias)):
         from .cast_matmul_triton import cast_matmul as launch
 
@@ -133,7 +166,10 @@ def _cuda(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dty
     return result.to(out_dtype)
 
 
-def _fake(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:
+def _fake(
+    a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype, *,
+    plus: Tensor | None = None, times: Tensor | None = None, relu: bool = False,
+) -> Tensor:  # fmt: skip
     if a.dim() != b.dim() or a.dim() not in (2, 3):
         raise RuntimeError(f"cast_matmul: {a.shape} times {b.shape}")
     return a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=out_dtype)

@@ -121,7 +121,7 @@ def _transposed_by_copy(view: fx.Node) -> fx.Node | None:
     if copy.kwargs.get("memory_format") is not torch.contiguous_format:
         return None
     wanted, copied = ir.tensor_of(view), ir.tensor_of(copy)
-    if wanted is None or copied is None or wanted.dim() < 3 or not _equal(wanted.shape[-2:], copied.shape[-2:]):
+    if wanted is None or copied is None or wanted.dim() < 3 or not ir.same_sizes(wanted.shape[-2:], copied.shape[-2:]):
         return None
     turned = copy.args[0]
     while isinstance(turned, fx.Node) and turned.target is aten.expand.default and _same_shape(turned, turned.args[0]):
@@ -149,18 +149,7 @@ def _is_turned(node: fx.Node) -> bool:
 
 def _same_shape(node: fx.Node, other: Any) -> bool:
     one, two = ir.tensor_of(node), ir.tensor_of(other) if isinstance(other, fx.Node) else None
-    return one is not None and two is not None and _equal(one.shape, two.shape)
-
-
-def _equal(one: Sequence[Any], two: Sequence[Any]) -> bool:
-    """True if sizes are known to be equal; to ask symbolic ones would make a guard."""
-    if len(one) != len(two):
-        return False
-    if all(isinstance(size, int) for size in (*one, *two)):
-        return one == two
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return all(statically_known_true(a == b) for a, b in zip(one, two, strict=True))
+    return one is not None and two is not None and ir.same_sizes(one.shape, two.shape)
 
 
 # ------------------------------------------------------------------------------------- casts of operands

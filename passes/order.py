@@ -3,7 +3,7 @@
 capture ─▶ normalize ─▶ mark_dtype_origin ─▶ assign_precision ─▶ place_neutral ─▶ insert_casts ─▶ autodiff
            └───────────────────────────────────── FORWARD ────────────────────────────────────┘
 autodiff ─▶ fold_casts ─▶ fold_views ─▶ flatten_products ─▶ fuse_cast_matmul ─▶ lower_kernels ─▶ batch_casts ─▶ run
-            └───────────────────────────────────── JOINT / INFERENCE ──────────────────────────────────────┘
+            └───── JOINT; INFERENCE, which has finish_products after fuse_cast_matmul ─────────────────────┘
 autodiff ─▶ widen_gradients ─▶ scale_loss ─▶ reduce_gradients, scatter_gradients ─▶ fold_casts ─▶ fold_views
             └── STEP (a whole training step)  ─▶ gather_parameters ─▶ hoist_weight_casts ─▶ flatten_products
                                                  ─▶ fuse_cast_matmul ─▶ lower_kernels ─▶ batch_casts
@@ -12,8 +12,8 @@ export ─▶ normalize ─▶ mark_dtype_origin ─▶ remove_dropout ─▶ fo
           └─────────────────────────────────── PREPARE ───────────────────────────────────────┘
        ─▶ assign_precision ─▶ insert_casts ─▶ freeze_parameters ─▶ fold_casts ─▶ save
           └──────────────────────────── CONVERT ──────────────────────────┘
-       ─▶ widen_weights ─▶ fold_casts ─▶ fold_views ─▶ flatten_products ─▶ fuse_cast_matmul ─▶ lower_kernels ─▶ run
-          └─────────────────────────── RUN_CONVERTED (in memory, functional ATen) ───────────────────────────┘
+       ─▶ widen_weights ─▶ fold_casts ─▶ fold_views ─▶ flatten_products ─▶ fuse_cast_matmul ─▶ finish_products
+          └─ RUN_CONVERTED (in memory, functional ATen)  ─▶ lower_kernels ─▶ run
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from amp_compiler.rewrite.pipeline import Pipeline
 from . import (
     accumulate_in_place,
     batch_casts,
+    finish_products,
     flatten_products,
     fold_batch_norm,
     fold_casts,
@@ -59,7 +60,10 @@ JOINT = (
     fold_casts.PASS, fold_views.PASS, flatten_products.PASS, fuse_cast_matmul.PASS, lower_kernels.PASS,
     batch_casts.PASS,
 )  # fmt: skip
-INFERENCE = JOINT
+INFERENCE = (
+    fold_casts.PASS, fold_views.PASS, flatten_products.PASS, fuse_cast_matmul.PASS, finish_products.PASS,
+    lower_kernels.PASS, batch_casts.PASS,
+)  # fmt: skip
 STEP = (
     widen_gradients.PASS, scale_loss.PASS, reduce_gradients.PASS, scatter_gradients.PASS, fold_casts.PASS,
     fold_views.PASS, gather_parameters.PASS, hoist_weight_casts.PASS, flatten_products.PASS, fuse_cast_matmul.PASS,
@@ -69,10 +73,12 @@ PREPARE = (normalize.PASS, mark_dtype_origin.PASS, remove_dropout.PASS, fold_con
 CONVERT = (precision.PASS, insert_casts.PASS, freeze_parameters.PASS, fold_casts.PASS)
 RUN_CONVERTED = (
     widen_weights.PASS, fold_casts.PASS, fold_views.PASS, flatten_products.PASS, fuse_cast_matmul.PASS,
-    lower_kernels.PASS,
+    finish_products.PASS, lower_kernels.PASS,
 )  # fmt: skip
 #: names of the passes that choose kernels for the CPU that is here, which say nothing of another device
-OF_THIS_CPU = (flatten_products.PASS.name, fuse_cast_matmul.PASS.name, lower_kernels.PASS.name)
+OF_THIS_CPU = (
+    flatten_products.PASS.name, fuse_cast_matmul.PASS.name, finish_products.PASS.name, lower_kernels.PASS.name,
+)  # fmt: skip
 WEIGHTS = (batch_casts.PASS,)  # on the graph that makes the low copies of weights, once per update
 
 ALL = {p.name: p for p in (*FORWARD, *JOINT, *INFERENCE, *STEP, *PREPARE, *CONVERT, *RUN_CONVERTED)}

@@ -117,6 +117,7 @@ from .values import (
     output_dtypes,
     returns_non_float,
     retype,
+    same_sizes,
     tensor_of,
     tensor_outputs,
 )
@@ -211,6 +212,7 @@ __all__ = [
     "overload_name",
     "returns_non_float",
     "retype",
+    "same_sizes",
     "schema_args",
     "sequence_number",
     "source_line",

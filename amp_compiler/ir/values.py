@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -84,6 +85,17 @@ def retype(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(value.size(), value.stride(), dtype=dtype, device="meta")
     with mode, torch.no_grad():
         return torch.empty_strided(value.size(), value.stride(), dtype=dtype, device=value.device)
+
+
+def same_sizes(one: Sequence[Any], two: Sequence[Any]) -> bool:
+    """True if sizes are known to be equal; to ask symbolic ones would make a guard."""
+    if len(one) != len(two):
+        return False
+    if all(isinstance(size, int) for size in (*one, *two)):
+        return tuple(one) == tuple(two)
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return all(statically_known_true(a == b) for a, b in zip(one, two, strict=True))
 
 
 def fake_mode(graph: fx.Graph) -> Any:

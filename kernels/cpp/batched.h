@@ -44,16 +44,17 @@ inline const float* rounded_bias(const Tensor& bias, Type low) {
   return to;
 }
 
-inline Tensor product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias, Type low, Type out) {
+inline Tensor product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias, Type low, Type out,
+                      const Afterwards& then = {}) {
   if (a.dim() == 3 && b.stride(0) == 0) {  // one matrix for the whole batch: torch's `linear` of turned inputs
     const Tensor rows = a.reshape({a.size(0) * a.size(1), a.size(2)});
-    return product(rows, b.select(0, 0), bias, low, out).view({a.size(0), a.size(1), b.size(2)});
+    return product(rows, b.select(0, 0), bias, low, out, then).view({a.size(0), a.size(1), b.size(2)});
   }
   const float* plus = bias.has_value() ? rounded_bias(*bias, low) : nullptr;
   const int64_t m = a.size(-2), k = a.size(-1), n = b.size(-1);
   const bool batched = a.dim() == 3;
   Tensor result = batched ? at::empty({a.size(0), m, n}, out) : at::empty({m, n}, out);
-  const Result to{result.mutable_data_ptr<void>(), out, n, plus};
+  const Result to{result.mutable_data_ptr<void>(), out, n, plus, 0, 0, nullptr, then};
   const int64_t count = result.numel();
   if (count > 0 && k == 0) {
     float* zeros = scratch(SUMS).take(n);
@@ -67,7 +68,8 @@ inline Tensor product(const Tensor& a, const Tensor& b, const std::optional<Tens
   return result;
 }
 
-inline Tensor cast_matmul_cpu(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias, Type dtype, Type out) {
+inline Tensor cast_matmul_cpu(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias, Type dtype, Type out,
+                              const std::optional<Tensor>& plus, const std::optional<Tensor>& times, bool relu) {
   TORCH_CHECK(a.dim() == b.dim() && (a.dim() == 2 || a.dim() == 3) && a.size(-1) == b.size(-2) &&
                   (a.dim() == 2 || a.size(0) == b.size(0)),
               "cast_matmul: ", a.sizes(), " times ", b.sizes());
@@ -75,7 +77,19 @@ inline Tensor cast_matmul_cpu(const Tensor& a, const Tensor& b, const std::optio
   TORCH_CHECK(out == dtype || out == at::kFloat, "cast_matmul gives ", dtype, " or float32, not ", out);
   TORCH_CHECK(!bias.has_value() || (bias->dim() == 1 && bias->size(0) == b.size(-1)), "cast_matmul: the bias is ",
               bias.has_value() ? bias->sizes() : a.sizes(), " for ", b.size(-1), " columns");
-  return product(a, b, bias, dtype, out);
+  if (!plus && !times && !relu) return product(a, b, bias, dtype, out);
+  const int64_t values = (a.dim() == 3 ? a.size(0) : 1) * a.size(-2) * b.size(-1);
+  std::vector<Tensor> held;
+  const auto matrix = [&](const std::optional<Tensor>& x) -> const void* {
+    if (!x) return nullptr;
+    TORCH_CHECK(x->scalar_type() == dtype && x->numel() == values,
+                "cast_matmul adds or multiplies with as many values as the result has, in ", dtype);
+    held.push_back(x->contiguous());
+    return held.back().const_data_ptr();
+  };
+  TORCH_CHECK(out == dtype, "cast_matmul changes results in ", dtype, " only");
+  const Afterwards then{matrix(plus), matrix(times), relu};
+  return product(a, b, bias, dtype, out, then);
 }
 
 }  // namespace amp

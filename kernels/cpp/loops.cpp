@@ -89,6 +89,42 @@ void finish(Type type, const float* from, int64_t stride, const float* plus, voi
   type == at::kBFloat16 ? run(static_cast<c10::BFloat16*>(to)) : run(static_cast<float*>(to));
 }
 
+namespace {
+
+template <class Low>
+void afterwards(const Low* plus, const Low* times, bool relu, Low* to, int64_t n) {
+  int64_t i = 0;
+#if AMP_LANES
+  for (; i + AMP_LANES <= n; i += AMP_LANES) {
+    Floats x = load(to + i);
+    if (plus) x = rounded(add(x, load(plus + i)), Low());
+    if (times) x = rounded(multiply(x, load(times + i)), Low());
+    if (relu) x = positive(x);
+    store(to + i, x);
+  }
+#endif
+  for (; i < n; ++i) {
+    float x = to[i];
+    if (plus) x = static_cast<Low>(x + static_cast<float>(plus[i]));
+    if (times) x = static_cast<Low>(x * static_cast<float>(times[i]));
+    if (relu) x = x < 0.0f ? 0.0f : x;
+    to[i] = static_cast<Low>(x);
+  }
+}
+
+}  // namespace
+
+void afterwards(Type type, const Afterwards& then, void* to, int64_t step, int64_t rows, int64_t n) {
+  const auto run = [&](auto* out) {
+    using Low = std::remove_pointer_t<decltype(out)>;
+    for (int64_t r = 0; r < rows; ++r) {
+      const Afterwards row = then.from(type, r * step);
+      afterwards(static_cast<const Low*>(row.plus), static_cast<const Low*>(row.times), row.relu, out + r * step, n);
+    }
+  };
+  type == at::kHalf ? run(static_cast<c10::Half*>(to)) : run(static_cast<c10::BFloat16*>(to));
+}
+
 void dot_columns(const float* rows, const Operand& b, int64_t column, float* to, int64_t step, int64_t width, int64_t m,
                  int64_t k) {
   in_dtype<true>(b, b.at(0, column), [&](const auto* from, auto low) {

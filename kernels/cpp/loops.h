@@ -64,6 +64,19 @@ inline void widen(Type type, const void* from, float* to, int64_t n) { widen(typ
 void finish(Type type, const float* from, int64_t stride, const float* plus, void* to, int64_t step, int64_t rows, int64_t n);
 inline void finish(Type type, const float* from, void* to, int64_t n) { finish(type, from, 0, nullptr, to, 0, 1, n); }
 
+// What is done with low-precision results, with a rounding after each step: another matrix of the same form is added, one is multiplied
+// with, and what is negative becomes 0.
+struct Afterwards {
+  const void *plus = nullptr, *times = nullptr;
+  bool relu = false;
+  bool any() const { return plus || times || relu; }
+  Afterwards from(Type type, int64_t place) const {
+    return {plus ? advanced(plus, type, place) : nullptr, times ? advanced(times, type, place) : nullptr, relu};
+  }
+};
+// The rows of all three matrices are `step` apart.
+void afterwards(Type type, const Afterwards& then, void* to, int64_t step, int64_t rows, int64_t n);
+
 // to[r * step + c] = the product of row r of `rows` and column c of `b`, which is transposed: each is k contiguous values.
 void dot_columns(const float* rows, const Operand& b, int64_t column, float* to, int64_t step, int64_t width, int64_t m, int64_t k);
 

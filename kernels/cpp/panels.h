@@ -10,7 +10,7 @@
 
 namespace amp {
 
-// Where a product goes: rows of n values. `plus`: what is added to each of them, or null.
+// Where a product goes: rows of n values. `plus`: what is added to each of them, or null. `then`: what is done with rounded results.
 struct Result {
   void* data;
   Type type;
@@ -20,11 +20,16 @@ struct Result {
   // is added to each row, or null.
   int64_t pixels = 0, rows = 0;
   const float* each = nullptr;
+  Afterwards then = {};
   bool direct() const { return type == at::kFloat && !plus && pixels == 0; }  // as it is added up: no step in between
   void* at(int64_t row, int64_t column) const { return advanced(data, type, row * n + column); }
-  Result from(int64_t row) const { return {at(row, 0), type, n, plus}; }
+  Result from(int64_t row) const { return {at(row, 0), type, n, plus, 0, 0, nullptr, then.from(type, row * n)}; }
   void write(float* sums, int64_t stride, int64_t row, int64_t column, int64_t some, int64_t columns) const {
-    if (pixels == 0) return finish(type, sums, stride, plus ? plus + column : nullptr, at(row, column), n, some, columns);
+    if (pixels == 0) {
+      finish(type, sums, stride, plus ? plus + column : nullptr, at(row, column), n, some, columns);
+      if (then.any()) afterwards(type, then.from(type, row * n + column), at(row, column), n, some, columns);
+      return;
+    }
     if (each) add_to_rows(sums, stride, each + row, some, columns);
     for (int64_t done = 0; done < columns;) {
       const int64_t image = (column + done) / pixels, pixel = (column + done) % pixels, use = std::min(pixels - pixel, columns - done);

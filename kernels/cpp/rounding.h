@@ -93,6 +93,14 @@ inline Floats rounded(Floats x, c10::BFloat16) {
 inline Floats rounded(Floats x, c10::Half) { return _mm256_cvtph_ps(half_bits(x)); }
 #endif
 
+#if AMP_LANES == 16
+inline Floats multiply(Floats x, Floats y) { return _mm512_mul_ps(x, y); }
+inline Floats positive(Floats x) { return _mm512_max_ps(zeros(), x); }  // or 0; NaN stays NaN
+#elif AMP_LANES == 8
+inline Floats multiply(Floats x, Floats y) { return _mm256_mul_ps(x, y); }
+inline Floats positive(Floats x) { return _mm256_max_ps(zeros(), x); }
+#endif
+
 #if AMP_LANES
 // Two vectors, one after the other.
 template <class Out>

@@ -174,6 +174,51 @@ def test_a_result_does_not_depend_on_its_neighbours(
     assert torch.equal(part, whole[:some, :few])
 
 
+@settings(max_examples=60)
+@given(
+    sizes=st.tuples(*(st.sampled_from([1, 3, 15, 16, 17, 33, 64, 65, 130]) for _ in range(3))),
+    batch=st.sampled_from([0, 1, 3]), expanded=st.booleans(), low=st.sampled_from(LOW),
+    steps=st.tuples(st.booleans(), st.booleans(), st.booleans()), biased=st.booleans(), turned=st.booleans(),
+    gap=st.booleans(), threads=st.sampled_from([1, 2]),
+)  # fmt: skip
+def test_what_follows_a_product_rounds_as_an_op_of_its_own(
+    sizes: tuple[int, int, int], batch: int, expanded: bool, low: torch.dtype, steps: tuple[bool, bool, bool],
+    biased: bool, turned: bool, gap: bool, threads: int,
+) -> None:  # fmt: skip
+    torch.manual_seed(sum(sizes))
+    m, k, n = sizes
+    lead = (batch,) if batch else ()
+    a, b = torch.randn(*lead, m, k), torch.randn(n, k).t() if turned else torch.randn(k, n)
+    if batch:
+        b = b.expand(batch, k, n) if expanded else torch.randn(batch, k, n)
+    special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 6e4])
+    plus, times = (torch.randn(*lead, m, n + gap)[..., :n].to(low) for _ in range(2))
+    for other in (plus, times):
+        flat = other if gap else other.view(-1, n)
+        flat[..., 0, : min(n, 6)] = special[: min(n, 6)].to(low)
+    then = {"plus": plus if steps[0] else None, "times": times if steps[1] else None, "relu": steps[2]}
+    bias = torch.randn(n) if biased else None
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        got = torch.ops.amp.cast_matmul(a, b, bias, low, low, **then)
+        expected = torch.ops.amp.cast_matmul(a, b, bias, low, low)
+    finally:
+        torch.set_num_threads(before)
+    expected = expected + plus if steps[0] else expected
+    expected = expected * times if steps[1] else expected
+    expected = expected.relu() if steps[2] else expected
+    assert torch.equal(got.isnan(), expected.isnan())
+    number = ~got.isnan()
+    assert torch.equal(got[number].view(torch.int16), expected[number].view(torch.int16))  # the sign of 0 too
+
+
+@pytest.mark.parametrize("given", [{"plus": torch.zeros(3, 3)}, {"times": torch.zeros(2, 5, dtype=BF16)}], ids=str)
+def test_what_does_not_fit_a_result_is_refused(given: dict[str, Tensor]) -> None:
+    with pytest.raises(RuntimeError):
+        torch.ops.amp.cast_matmul(torch.ones(3, 2), torch.ones(2, 3), None, BF16, BF16, **given)
+
+
 def test_operands_are_rounded_and_the_result_once() -> None:
     a = torch.tensor([[1 + 2**-9]])  # rounds to 1 in bf16
     assert cast_matmul(a, torch.tensor([[1.0]]), None, BF16, F32).item() == 1.0
@@ -205,6 +250,8 @@ def test_torch_itself_finds_nothing_wrong() -> None:
     a, b = torch.randn(3, 4), torch.randn(4, 2, dtype=BF16)
     opcheck(torch.ops.amp.cast_matmul.default, (a, b, torch.randn(2), BF16, F32))
     opcheck(torch.ops.amp.cast_matmul.default, (a[None], b[None], None, BF16, BF16))
+    then = {"plus": torch.randn(3, 2, dtype=BF16), "times": torch.randn(3, 2, dtype=BF16), "relu": True}
+    opcheck(torch.ops.amp.cast_matmul.default, (a, b, None, BF16, BF16), then)
 
 
 def test_compiled() -> None:
