@@ -7,9 +7,15 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # read when torch is loaded; the profiler logs every start
+if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
+    # torch 2.13: the key of Inductor's cache does not hold it, and code for one width of vectors runs with another
+    os.environ.setdefault(
+        "TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}_{capability}")
+    )
 ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT / "tests") not in sys.path:
     sys.path.append(str(ROOT / "tests"))  # the networks are those of the tests
