@@ -88,7 +88,7 @@ def retype(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if mode is not None and dispatch_mode() is not None:  # which would see the tensor on ``meta``
         with mode, torch.no_grad():
             return torch.empty_strided(value.size(), value.stride(), dtype=dtype, device=value.device)
-    if _has_usual_strides(value):  # symbolic ones are quicker found anew than looked at
+    if _has_usual_strides(value):  # torch computes symbolic strides faster than it takes them over
         plain = torch.empty(value.size(), dtype=dtype, device="meta")
     else:
         plain = torch.empty_strided(value.size(), value.stride(), dtype=dtype, device="meta")
@@ -96,8 +96,9 @@ def retype(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _has_usual_strides(value: torch.Tensor) -> bool:
-    """True if a tensor has the strides that ``torch.empty`` gives; symbolic ones are compared as they are written, which
-    makes no guard."""
+    """True if a tensor has the strides that ``torch.empty`` gives. Symbolic ones are compared as they are written, which
+    makes no guard.
+    """
     wanted: Any = 1
     for size, stride in zip(reversed(value.size()), reversed(value.stride()), strict=True):
         if type(stride) is int and type(wanted) is int:
