@@ -92,15 +92,18 @@ def retype(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         plain = torch.empty(value.size(), dtype=dtype, device="meta")
     else:
         plain = torch.empty_strided(value.size(), value.stride(), dtype=dtype, device="meta")
-    return plain if mode is None else type(value)(mode, plain, value.device)  # type: ignore[call-arg]
+    fake: Any = type(value)
+    return plain if mode is None else fake(mode, plain, value.device)
 
 
 def _has_usual_strides(value: torch.Tensor) -> bool:
-    """True if a tensor has the strides that ``torch.empty`` gives. Symbolic ones are compared as they are written, which
-    makes no guard.
+    """True if a tensor has the strides that ``torch.empty`` gives.
+
+    Symbolic ones are compared as they are written, which makes no guard.
     """
     wanted: Any = 1
-    for size, stride in zip(reversed(value.size()), reversed(value.stride()), strict=True):
+    strides: tuple[Any, ...] = value.stride()
+    for size, stride in zip(reversed(value.size()), reversed(strides), strict=True):
         if type(stride) is int and type(wanted) is int:
             if stride != wanted:
                 return False
