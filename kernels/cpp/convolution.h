@@ -7,140 +7,18 @@
 
 namespace amp {
 
-using Numbers = const std::vector<int64_t>&;
-
-// Images in memory, each channel's rows of pixels one after the other, and the window that is moved over them. A convolution of one
-// dimension is one of two, with images of one row.
-struct Images {
-  const void* data;
-  Type type;
-  int64_t number, channels, height, width;
-};
-struct Along {  // one dimension of a window
-  int64_t size, stride, padding, dilation;
-  int64_t count;  // of results
-  int64_t reach() const { return dilation * (size - 1); }
-  bool plain() const { return size == 1 && stride == 1 && padding == 0; }
-  int64_t phases() const { return std::min(stride, reach() + 1); }
-};
-struct Convolution {
-  Images x;
-  Along down, right;
-  int64_t filters, rows, columns;  // the last two: of the result, as torch sees it
-  bool planar = false;  // images of two dimensions for torch
-  int64_t each() const { return down.size * right.size; }
-  int64_t taps() const { return x.channels * each(); }
-  int64_t pixels() const { return down.count * right.count; }
-};
-
-// Rows of pixels in fp32: those that `rows` rows of results need. With a stride, pixels that follow each other for one weight are
-// that far apart in the image: each phase of rows and columns has a plane of its own, where they are neighbours. A row of results has
-// `pitch` places, of which the last ones are of no use.
-struct Frame {
-  const Convolution& c;
-  int64_t rows, height, pitch, plane, channel;
-  Frame(const Convolution& c, int64_t rows)
-      : c(c), rows(rows), height(rows + c.down.reach() / c.down.stride), pitch(c.right.count + c.right.reach() / c.right.stride),
-        plane(height * pitch), channel(c.down.phases() * c.right.phases() * plane) {}
-
-  // The number of places from the first to the last result of some rows.
-  int64_t places(int64_t some) const { return (some - 1) * pitch + c.right.count; }
-  int64_t values(int64_t channels) const { return channels * channel + 4 * PANEL_VECTORS * LANES; }
-
-  // Where the pixels for the weights of some channels begin.
-  std::vector<int32_t> taps(int64_t channels) const {
-    std::vector<int32_t> found;
-    for (int64_t i = 0; i < channels; ++i) {
-      for (int64_t y = 0; y <= c.down.reach(); y += c.down.dilation) {
-        for (int64_t x = 0; x <= c.right.reach(); x += c.right.dilation) {
-          const int64_t phase = y % c.down.stride * c.right.phases() + x % c.right.stride;
-          found.push_back(static_cast<int32_t>(i * channel + phase * plane + y / c.down.stride * pitch + x / c.right.stride));
-        }
-      }
-    }
-    return found;
-  }
-
-  // Fills it for the rows of results from `row` on.
-  void fill(int64_t image, int64_t row, int64_t first_channel, int64_t channels, float* to) const {
-    if (c.down.stride == 1 && c.right.stride == 1 && c.x.width < SHORT) {
-      for (int64_t i = 0; i < channels; ++i, to += plane) {
-        fill_short(image * c.x.channels + first_channel + i, row - c.down.padding, to);
-      }
-      return;
-    }
-    for (int64_t i = 0; i < channels; ++i) {
-      for (int64_t a = 0; a < c.down.phases(); ++a, to += c.right.phases() * plane) {
-        fill_planes(image * c.x.channels + first_channel + i, row * c.down.stride + a - c.down.padding, to);
-      }
-    }
-  }
-
- private:
-  static constexpr int64_t SHORT = 4 * LANES;  // rows of pixels that are widened together: one by one, they would not fill vectors
-
-  // The rows of an image's plane from `top` on, without a stride.
-  void fill_short(int64_t number, int64_t top, float* to) const {
-    const int64_t width = c.x.width, from = std::min(std::max<int64_t>(top, 0), c.x.height);
-    const int64_t until = std::max(std::min(top + height, c.x.height), from);
-    const int64_t begin = std::min(std::max<int64_t>(c.right.padding, 0), pitch);
-    const int64_t end = std::max(std::min(width + c.right.padding, pitch), begin);
-    float* dense = scratch(DENSE).take((until - from) * width + LANES);
-    widen(c.x.type, advanced(c.x.data, c.x.type, (number * c.x.height + from) * width), dense, (until - from) * width);
-    place_rows(dense, 0, to, pitch, 0, 0, from - top);
-    to += (from - top) * pitch;
-    place_rows(dense + begin - c.right.padding, width, to, pitch, begin, end, until - from);
-    to += (until - from) * pitch;
-    place_rows(dense, 0, to, pitch, 0, 0, top + height - until);
-  }
-
-  // The rows of an image's plane from `top` on, by the stride: a plane for each phase of the columns.
-  void fill_planes(int64_t number, int64_t top, float* to) const {
-    const int64_t step = c.right.stride, phases = c.right.phases();
-    // The columns of phase b that are inside of the image: first(b) to last(b). All phases have those from first(0) to last(phases - 1).
-    const auto first = [&](int64_t b) { return std::min(b < c.right.padding ? blocks(c.right.padding - b, step) : 0, pitch); };
-    const auto last = [&](int64_t b) {
-      const int64_t width = c.x.width + c.right.padding - b;
-      return std::max(std::min(width > 0 ? blocks(width, step) : 0, pitch), first(b));
-    };
-    const int64_t begin = first(0), end = std::max(last(phases - 1), begin);
-    for (int64_t r = 0; r < height; ++r, to += pitch) {
-      const int64_t y = top + r * c.down.stride;
-      const bool inside = y >= 0 && y < c.x.height;
-      const auto pixel = [&](int64_t b, int64_t q) {  // of column q of phase b
-        return advanced(c.x.data, c.x.type, (number * c.x.height + y) * c.x.width + q * step + b - c.right.padding);
-      };
-      for (int64_t b = 0; b < phases; ++b) {
-        float* row = to + b * plane;
-        const int64_t from = inside ? first(b) : pitch, until = inside ? last(b) : pitch;
-        std::fill(row, row + from, 0.0f);
-        if (from < begin) widen_every(c.x.type, pixel(b, from), step, row + from, std::min(begin, until) - from);
-        if (const int64_t rest = std::max(from, end); rest < until) widen_every(c.x.type, pixel(b, rest), step, row + rest, until - rest);
-        std::fill(row + until, row + pitch, 0.0f);
-      }
-      if (!inside || begin == end) continue;
-      if (phases == 1) widen_every(c.x.type, pixel(0, begin), step, to + begin, end - begin);
-      else pack({pixel(0, begin), step, true, c.x.type, c.x.type}, 0, 0, phases, end - begin, to + begin, plane);
-    }
-  }
-};
-
 // The fewest rows of results that are worth a frame: for fewer, those that windows share are widened too often.
 inline int64_t fewest_rows(const Convolution& c) { return std::min<int64_t>(c.down.reach() == 0 ? 1 : 4, c.down.count); }
 
-// Whether it is done for the pixels of several images at a time.
-inline bool joins_images(const Convolution& c) {
-  return c.down.plain() && c.right.plain() && side_by_side_pays(c.x.number, c.x.channels, c.filters, c.pixels());
-}
-
 // Whether products are faster than torch's own kernel (oneDNN's, on widened images), as measured: they are if few places are of no
 // use, and where channels do not fill oneDNN's blocks of 16, or are so few that making these blocks takes its time.
-inline bool pays(const Convolution& c) {
+inline bool pays(const Convolution& c, bool backward) {
   const Frame frame(c, c.down.count);
+  if (joins_images(c, backward)) return true;
   if (c.x.channels * Frame(c, fewest_rows(c)).channel > 4 * cache_values()) return false;  // long rows do not stay in the cache
   const double useful = static_cast<double>(c.pixels()) / (blocks(frame.places(c.down.count), LANES) * LANES);
   if (c.x.channels % 16 != 0) return useful > 0.7;
-  if (c.each() == 1) return useful > 0.95 || joins_images(c);
+  if (c.each() == 1) return useful > 0.95;
   return c.down.stride == 1 && c.right.stride == 1 && useful > 0.935 && c.x.channels <= 32;
 }
 
@@ -356,9 +234,8 @@ inline Tensor convolution_by_products(const Convolution& c, const Tensor& x, con
     widen(dense.scalar_type(), dense.const_data_ptr(), plus.data(), c.filters);
   }
   const Operand filters{weight.const_data_ptr(), c.taps(), false, c.x.type, c.x.type};
-  if (joins_images(c)) {
-    const Pixels images{c.x.data, c.x.type, c.x.number, c.x.channels, c.pixels()};
-    multiply_pixels(images, filters, c.filters, bias ? plus.data() : nullptr, result.mutable_data_ptr<void>());
+  if (joins_images(c, false)) {
+    multiply_pixels(Pixels::read_by(c), filters, c.filters, bias ? plus.data() : nullptr, result.mutable_data_ptr<void>());
   } else {
     convolve(c, filters, bias ? plus.data() : nullptr, result.mutable_data_ptr<void>());
   }
@@ -429,11 +306,12 @@ inline bool has_places(const Convolution& c) {
 
 inline Tensor gradient_of_images(const Convolution& c, const Tensor& gradient, const Tensor& x, const Tensor& weight) {
   const int64_t channels = c.x.channels, number = c.x.number, height = c.x.height, width = c.x.width;
-  if (joins_images(c)) {
+  if (joins_images(c, true)) {
     const Tensor result = at::empty(x.sizes(), c.x.type);
-    const Operand filters{weight.const_data_ptr(), channels, true, c.x.type, c.x.type};
-    const Pixels images{gradient.const_data_ptr(), c.x.type, number, c.filters, c.pixels()};
-    multiply_pixels(images, filters, channels, nullptr, result.mutable_data_ptr<void>());
+    const Operand weights{weight.const_data_ptr(), c.taps(), true, c.x.type, c.x.type};
+    const Pixels slopes{gradient.const_data_ptr(), c.x.type, number, c.filters, c.pixels()};
+    void* to = result.mutable_data_ptr<void>();
+    c.each() == 1 ? multiply_pixels(slopes, weights, channels, nullptr, to) : add_up_pixels(c, slopes, weights, to);
     tidy();
     return result;
   }
@@ -491,38 +369,35 @@ inline Tensor gradient_of_images(const Convolution& c, const Tensor& gradient, c
   return result;
 }
 
-// The gradient of the filters, for kernels of one pixel: a product for each large image, of which the smaller operand is transposed,
-// or for several small ones.
-inline Tensor gradient_of_pixels(const Convolution& c, const Tensor& gradient, const Tensor& weight) {
+// The gradient of the filters, for kernels of one pixel and large images: a product for each image, of which the smaller operand is
+// transposed.
+inline void gradient_of_pixels(const Convolution& c, const Tensor& gradient, void* to) {
   const int64_t pixels = c.pixels(), channels = c.x.channels, values = c.filters * channels;
-  const bool joins = joins_images(c);
-  std::vector<float> sums(values), more(joins ? 0 : values);
-  if (joins) {
-    const Pixels slopes{gradient.const_data_ptr(), c.x.type, c.x.number, c.filters, pixels};
-    multiply_by_pixels(slopes, {c.x.data, c.x.type, c.x.number, channels, pixels}, sums.data());
-  }
-  for (int64_t i = 0; i < c.x.number && !joins; ++i) {
+  std::vector<float> sums(values), more(values);
+  for (int64_t i = 0; i < c.x.number; ++i) {
     const Operand left{advanced(gradient.const_data_ptr(), c.x.type, i * c.filters * pixels), pixels, false, c.x.type, c.x.type};
     const Operand right{advanced(c.x.data, c.x.type, i * channels * pixels), pixels, true, c.x.type, c.x.type};
-    const Result to{i == 0 ? sums.data() : more.data(), at::kFloat, channels, nullptr};
-    multiply_many(left, right, to, c.filters, pixels);
+    multiply_many(left, right, {i == 0 ? sums.data() : more.data(), at::kFloat, channels, nullptr}, c.filters, pixels);
     if (i > 0) add_values(sums.data(), more.data(), values);
   }
-  const Tensor result = at::empty(weight.sizes(), c.x.type);
-  finish(c.x.type, sums.data(), result.mutable_data_ptr<void>(), values);
-  tidy();
-  return result;
+  finish(c.x.type, sums.data(), to, values);
 }
 
 inline Tensor gradient_of_filters(const Convolution& c, const Tensor& gradient, const Tensor& weight) {
-  if ((c.down.plain() && c.right.plain() && c.pixels() >= 512) || joins_images(c)) return gradient_of_pixels(c, gradient, weight);
-  const int64_t width = Panels(c.filters).vectors * LANES, taps = c.taps();
-  float* sums = scratch(SUMS).take(taps * width);
-  convolve_weights(c, gradient.const_data_ptr(), sums);
   const Tensor result = at::empty(weight.sizes(), c.x.type);
-  float* turned = scratch(TURNED).take(c.filters * taps);
-  pack(Operand{sums, width, true, at::kFloat, at::kFloat}, 0, 0, c.filters, taps, turned, taps);
-  finish(c.x.type, turned, result.mutable_data_ptr<void>(), c.filters * taps);
+  void* to = result.mutable_data_ptr<void>();
+  if (joins_images(c, true)) {
+    multiply_by_pixels({gradient.const_data_ptr(), c.x.type, c.x.number, c.filters, c.pixels()}, Pixels::read_by(c), to);
+  } else if (c.down.plain() && c.right.plain() && c.pixels() >= 512) {
+    gradient_of_pixels(c, gradient, to);
+  } else {
+    const int64_t width = Panels(c.filters).vectors * LANES, taps = c.taps();
+    float* sums = scratch(SUMS).take(taps * width);
+    convolve_weights(c, gradient.const_data_ptr(), sums);
+    float* turned = scratch(TURNED).take(c.filters * taps);
+    pack(Operand{sums, width, true, at::kFloat, at::kFloat}, 0, 0, c.filters, taps, turned, taps);
+    finish(c.x.type, turned, to, c.filters * taps);
+  }
   tidy();
   return result;
 }

@@ -64,6 +64,18 @@ void add_values(float* values, const float* more, int64_t n) {
   });
 }
 
+void add_values(float* values, int64_t step, const float* more, int64_t count, int64_t rows) {
+  VectorBits lanes;
+  for (int i = 0; i < LANES; ++i) lanes[i] = i;
+  for (int64_t r = 0; r < rows; ++r, values += step, more += count) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) put(values + i, get<Vector>(values + i) + get<Vector>(more + i));
+    if (i == count) continue;
+    const VectorBits there = lanes < static_cast<int32_t>(count - i);
+    put(values + i, get<Vector>(values + i) + (there ? get<Vector>(more + i) : Vector{}));
+  }
+}
+
 void place_rows(const float* from, int64_t stride, float* to, int64_t step, int64_t begin, int64_t end, int64_t rows) {
   const auto vectors = [](int64_t first, int64_t last, const auto& value) {
     for (; first < last; first += LANES) value(first);

@@ -47,6 +47,10 @@ float total_of(Type type, const void* from, int64_t n);
 // values += more.
 void add_values(float* values, const float* more, int64_t n);
 
+// The same for rows: of `count` values, which follow each other in `more`. In whole vectors: up to LANES - 1 values behind the last row
+// are read, and those of `values` are written again.
+void add_values(float* values, int64_t step, const float* more, int64_t count, int64_t rows);
+
 // Rows of fp32 values, `stride` apart in `from` and `step` apart in `to`: the values from `begin` to `end` of a row come from there, and
 // the others are zeros. In whole vectors: up to LANES - 1 values behind the last row are read and written too.
 void place_rows(const float* from, int64_t stride, float* to, int64_t step, int64_t begin, int64_t end, int64_t rows);
@@ -119,8 +123,9 @@ Greatest exponentials(float* scores, const float* mask, int64_t step, float scal
 void attention_slopes(float* scores, float* slopes, const float* mask, int64_t step, float scale, float log, const float* given,
                       const float* result, int64_t width, int64_t n);
 
-// One step of an LSTM's row: `sums` is added to the four gates, which are changed in place; `cell` and `state` are written.
-void lstm_step(float* gates, const float* sums, const float* earlier_cell, float* cell, float* state, int64_t hidden);
+// One step of an LSTM's row: `cell` and `state` are written. The gates' parts that come from the inputs are replaced by the activated
+// gates if these are kept for the backward.
+void lstm_step(float* gates, const float* sums, const float* earlier_cell, float* cell, float* state, int64_t hidden, bool keeps);
 // Its backward: the gradients of the gates' sums are written, and `cell_gradient` becomes that of the earlier cell.
 void lstm_step_backward(const float* gates, const float* cell, const float* earlier_cell, const float* given, const float* state,
                         float* cell_gradient, float* sums, int64_t hidden);

@@ -30,10 +30,8 @@ struct Steps {
 class StepWeights {
  public:
   StepWeights(const Operand& weight, int64_t batch, int64_t k, int64_t n)
-      : weight_(weight), k_(k), n_(n), few_(batch <= FEW && k * n >= MANY && weight.low != at::kFloat), right_(k, n) {
-    if (few_) return;
-    packed_.resize(right_.values());
-    right_.pack(weight, packed_.data());
+      : weight_(weight), k_(k), n_(n), few_(batch <= FEW && k * n >= MANY && weight.low != at::kFloat), right_(k, n, vectors(batch)) {
+    if (!few_) right_.pack(weight, scratch(RIGHT).take(right_.values()));
   }
   int64_t width() const { return few_ ? n_ : right_.width(); }  // of a row of sums
   void multiply(const float* rows, float* sums, int64_t number) const {
@@ -53,7 +51,12 @@ class StepWeights {
   int64_t k_, n_;
   bool few_;
   Right right_;
-  std::vector<float> packed_;
+
+  // Narrow panels take eight rows at a time, wide ones six (tiles.h): a thread's last rows are to fill a tile.
+  static int64_t vectors(int64_t batch) {
+    const int64_t rows = blocks(batch, at::get_num_threads());
+    return PANEL_VECTORS == 4 && blocks(rows, 8) < blocks(rows, TILE_HEIGHT) ? 3 : PANEL_VECTORS;
+  }
 };
 
 // All steps of some rows.
@@ -67,7 +70,7 @@ inline void lstm_rows(const Steps& s, const StepWeights& weight, const float* st
     weight.multiply(held.data(), sums.data(), rows);
     for (int64_t r = 0; r < rows; ++r) {
       float *h = held.data() + r * hidden, *gates = s.gates + 4 * (at + r * hidden);
-      lstm_step(gates, sums.data() + r * width, before + r * hidden, now + r * hidden, h, hidden);
+      lstm_step(gates, sums.data() + r * width, before + r * hidden, now + r * hidden, h, hidden, s.cells != nullptr);
       keep(h, s.type, advanced(s.out, s.type, at + r * hidden), hidden);
     }
     if (s.low_gates) finish(s.type, s.gates + 4 * at, advanced(s.low_gates, s.type, 4 * at), 4 * values);
@@ -170,6 +173,7 @@ inline void lstm_backward_cpu(const std::optional<Tensor>& given, Tensor state, 
   lstm_backward(type, given.has_value() ? given->const_data_ptr() : nullptr, state.mutable_data_ptr<float>(),
                 cell.mutable_data_ptr<float>(), gates.const_data_ptr(), cells.const_data_ptr<float>(),
                 first_cell.const_data_ptr<float>(), weight, sums.mutable_data_ptr<void>(), length, batch, hidden, reverse);
+  tidy();
 }
 
 }  // namespace amp

@@ -67,7 +67,8 @@ struct Depths {
 // How columns are divided into panels, which differ by one vector at most.
 struct Panels {
   int64_t columns, vectors, number;
-  explicit Panels(int64_t columns) : columns(columns), vectors(blocks(columns, LANES)), number(blocks(vectors, PANEL_VECTORS)) {}
+  explicit Panels(int64_t columns, int64_t most = PANEL_VECTORS)
+      : columns(columns), vectors(blocks(columns, LANES)), number(blocks(vectors, most)) {}
   int64_t start(int64_t panel) const { return vectors * panel / number * LANES; }
   int64_t width(int64_t panel) const { return start(panel + 1) - start(panel); }
   int64_t values(const Depths& depths) const { return vectors * LANES * depths.k; }
@@ -87,10 +88,10 @@ inline void pack_panel(const Operand& b, const Panels& panels, const Depths& dep
   for (int64_t i = 0; there < width && i < depth; ++i) std::fill(to + i * width + there, to + (i + 1) * width, 0.0f);
 }
 
-// A right operand, packed as a whole.
+// A right operand, packed as a whole. `most`: vectors of a panel.
 class Right {
  public:
-  Right(int64_t k, int64_t n) : depths_(k), panels_(n) {}
+  Right(int64_t k, int64_t n, int64_t most = PANEL_VECTORS) : depths_(k), panels_(n, most) {}
   int64_t values() const { return panels_.values(depths_); }
   int64_t width() const { return panels_.vectors * LANES; }  // of a row of results: with the columns that fill the last vector
   void pack(const Operand& b, float* memory) {

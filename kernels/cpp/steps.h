@@ -87,17 +87,19 @@ void attention_slopes(float* scores, float* slopes, const float* mask, int64_t s
   });
 }
 
-void lstm_step(float* gates, const float* sums, const float* earlier_cell, float* cell, float* state, int64_t hidden) {
+void lstm_step(float* gates, const float* sums, const float* earlier_cell, float* cell, float* state, int64_t hidden, bool keeps) {
   in_vectors(hidden, [&](int64_t j, auto zero) {
     using T = decltype(zero);
     const auto gate = [&](int64_t number) { return get<T>(gates + number * hidden + j) + get<T>(sums + number * hidden + j); };
     const T i = sigmoid(gate(0)), f = sigmoid(gate(1)), g = tangent(gate(2)), o = sigmoid(gate(3));
     const T c = f * get<T>(earlier_cell + j) + i * g;
-    put(gates + j, i);
-    put(gates + hidden + j, f);
-    put(gates + 2 * hidden + j, g);
-    put(gates + 3 * hidden + j, o);
     put(cell + j, c);
+    if (keeps) {
+      put(gates + j, i);
+      put(gates + hidden + j, f);
+      put(gates + 2 * hidden + j, g);
+      put(gates + 3 * hidden + j, o);
+    }
     put(state + j, o * tangent(c));
   });
 }

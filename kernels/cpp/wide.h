@@ -130,7 +130,7 @@ inline AtenTensorHandle wide_convolution_cpu(const Tensor& input, const Tensor& 
   const bool own = known && (!bias || bias->scalar_type() != Type::Other);
   if (own && groups > 1 && planes_pay(*known)) return depthwise_convolution(*known, input, weight, bias).handed_over();
   const std::optional<Convolution> c = groups == 1 ? known : std::nullopt;
-  if (own && c && pays(*c)) return convolution_by_products(*c, input, weight, bias).handed_over();
+  if (own && c && pays(*c, false)) return convolution_by_products(*c, input, weight, bias).handed_over();
   Widened wide(low);
   const bool last = c && last_pays(*c);
   AtenTensorHandle result = nullptr, plus = bias ? wide(*bias) : nullptr;
@@ -148,7 +148,7 @@ inline std::tuple<AtenTensorHandle, AtenTensorHandle, AtenTensorHandle> wide_con
   const Type low = low_of({&gradient, &input, &weight});
   const std::optional<Convolution> c = described(input, weight, stride, padding, dilation, transposed, groups);
   const bool usual = c && usual_order(gradient) && gradient.scalar_type() == low, known = usual && groups == 1;
-  const bool own = known && pays(*c), planes = usual && groups > 1 && !strided(*c);
+  const bool own = known && pays(*c, true), planes = usual && groups > 1 && !strided(*c);
   const bool own_images = known && (strided(*c) ? phases_pay(*c) : own) && has_places(*c);
   AtenTensorHandle results[3] = {};
   Widened wide(low);

@@ -136,6 +136,13 @@ def windows(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], list[int
 @example(window=((4, 400, 7, 7), (330, 400, 1, 1), [1, 1], [0, 0], [1, 1]), biased=True, dtype=LOW[0], threads=2)
 @example(window=((11, 2048, 10, 9), (64, 2048, 1, 1), [1, 1], [0, 0], [1, 1]), biased=True, dtype=LOW[1], threads=2)
 @example(window=((13, 1000, 19), (132, 1000, 1), [1], [0], [1]), biased=False, dtype=LOW[1], threads=1)
+# windows on a few small images, whose pixels are side by side: many weights, in groups, dilated, a sequence
+@example(window=((1, 512, 7, 7), (130, 512, 3, 3), [1, 1], [1, 1], [1, 1]), biased=True, dtype=LOW[0], threads=2)
+@example(window=((3, 600, 4, 3), (331, 600, 3, 3), [1, 1], [1, 1], [1, 1]), biased=True, dtype=LOW[1], threads=2)
+@example(window=((4, 512, 7, 7), (512, 512, 3, 3), [1, 1], [1, 1], [1, 1]), biased=False, dtype=LOW[0], threads=2)
+@example(window=((3, 3000, 5, 5), (20, 3000, 3, 4), [1, 1], [1, 1], [1, 1]), biased=True, dtype=LOW[1], threads=2)
+@example(window=((1, 900, 5, 5), (90, 900, 2, 4), [1, 1], [2, 4], [1, 2]), biased=True, dtype=LOW[1], threads=2)
+@example(window=((2, 700, 9), (300, 700, 3), [1], [4], [3]), biased=False, dtype=LOW[0], threads=1)
 # filters of one channel: more rows than a stripe has, padding beyond the window, two for each channel, many weights,
 # a sequence, a stride, which is torch's
 @example(window=((2, 3, 90, 120), (3, 1, 3, 3), [1, 1], [1, 1], [1, 1]), biased=True, dtype=LOW[0], threads=2)
