@@ -71,11 +71,11 @@ inline bool side_by_side_pays(int64_t number, int64_t channels, int64_t filters,
   return pixels < 256 && channels * filters >= 1 << 17 && all >= 48 && all * 4 >= places * 3;
 }
 
-// The same for windows of several pixels: so many weights are widened for oneDNN that reading each pixel for several of them costs less.
-// With AVX-512 oneDNN is faster itself.
+// The same for windows of several pixels: the matrix, which has each pixel several times, is small beside the weights, and these would be
+// widened for oneDNN. With AVX-512 oneDNN's products are as fast as ours, and fewer pixels pay.
 inline bool windows_pay(const Convolution& c, bool backward) {
   const int64_t weights = c.filters * c.taps(), all = c.x.number * c.pixels();
-  if (c.down.stride > 1 || c.right.stride > 1 || weights < 1 << 19) return false;
+  if (c.down.stride > 1 || c.right.stride > 1 || weights < 1 << 19 || c.filters < 2 * all) return false;
   return all <= (LANES == 8 || (backward && weights >= 1 << 21) ? 200 : 64);
 }
 
