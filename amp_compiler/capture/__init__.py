@@ -11,7 +11,7 @@
   where that is not enough, ``twin.py`` traces the same code in low precision, with ``promotion.py``; both use
   ``patching.py``.
 - ``program.py`` takes ExportedPrograms apart and rebuilds them; ``autodiff.py`` passes a rewritten graph to AOTAutograd
-  and runs the result.
+  and runs the result; ``undifferentiated.py`` stands in for AOTAutograd where nothing needs a gradient.
 
 Everything here was written against torch 2.13; each use of a private name says why.
 """

@@ -20,7 +20,7 @@ from torch import fx
 from .. import ir
 from ..common.errors import ArgumentError, CaptureError
 from ..common.torch_names import is_any_autocast_enabled, pytree
-from . import inductor
+from . import inductor, undifferentiated
 from .straight import straight_line
 
 JointPasses = Callable[[fx.GraphModule, str], None]
@@ -51,6 +51,10 @@ def _eager(gm: fx.GraphModule, example_inputs: Sequence[Any], joint: JointPasses
     def inference(graph: fx.GraphModule, inputs: Any) -> Any:
         joint(graph, "inference")
         return _runner(graph)
+
+    if undifferentiated.is_plain_inference(gm, example_inputs):
+        inner = inference(undifferentiated.functional(gm), example_inputs)
+        return lambda *args: inner(list(args))
 
     def forward(graph: fx.GraphModule, inputs: Any) -> Any:
         _donate_nothing()
