@@ -23,9 +23,11 @@ inline bool pays(const Convolution& c, bool backward) {
 }
 
 // Whether torch's own kernel is faster if it gets images with their channels last, as measured, for results and for the images'
-// gradient: it is unless it makes blocks of many weights for few pixels.
+// gradient: it is unless it makes blocks of many weights for few pixels. Not where results read nothing but padding: oneDNN (of torch
+// 2.13) then reads memory that is not its own, for some strides and dilations.
 inline bool last_pays(const Convolution& c) {
   if (!c.planar || c.x.channels < 16 || c.filters < 16) return false;
+  if (c.down.padding > c.down.reach() || c.right.padding > c.right.reach()) return false;
   return c.each() == 1 || c.x.number * c.x.height * c.x.width >= 2 * c.filters * c.each();
 }
 
