@@ -29,7 +29,9 @@ _OF_SIZES = ("_operator", "math", "torch")
 
 
 def is_plain_inference(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
-    """True if nothing is differentiated, no input is written to, and inputs and ops are plain ones."""
+    """True if nothing is differentiated, no input is written to, inputs and ops are plain ones, and there are some."""
+    if not any(isinstance(node.meta.get("val"), torch.Tensor) for node in gm.graph.nodes if node.op == "placeholder"):
+        return False
     if torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in example_inputs):
         return False
     if not all(map(_is_plain, gm.graph.nodes)):

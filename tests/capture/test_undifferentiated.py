@@ -155,6 +155,21 @@ def test_statistics_of_batch_norm_are_updated_without_gradients():
     torch.testing.assert_close(compiled[1].running_var, model[1].running_var, rtol=1e-2, atol=1e-2)
 
 
+class Makes(nn.Module):
+    def forward(self, x):
+        return torch.ones(3) * 2
+
+
+def test_graphs_without_inputs(traces):
+    """A frame that only assigns attributes has an empty graph, as Lightning's steps have."""
+    graph = fx.Graph()
+    graph.output(())
+    assert not undifferentiated.is_plain_inference(fx.GraphModule({}, graph), [])
+    with torch.no_grad():
+        assert torch.equal(amp_compile(Makes(), dtype=torch.bfloat16)(torch.ones(2)), torch.full((3,), 2.0))
+    assert not traces
+
+
 def test_with_gradients_the_same_model_is_differentiated(traces):
     compiled, x = amp_compile(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), dtype=torch.bfloat16), torch.randn(3, 8)
     with torch.no_grad():
