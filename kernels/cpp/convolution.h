@@ -313,7 +313,8 @@ inline Tensor gradient_of_images(const Convolution& c, const Tensor& gradient, c
     const Operand weights{weight.const_data_ptr(), c.taps(), true, c.x.type, c.x.type};
     const Pixels slopes{gradient.const_data_ptr(), c.x.type, number, c.filters, c.pixels()};
     void* to = result.mutable_data_ptr<void>();
-    c.each() == 1 ? multiply_pixels(slopes, weights, channels, nullptr, to) : add_up_pixels(c, slopes, weights, to);
+    const bool plain = c.down.plain() && c.right.plain();  // and not one pixel with padding around it
+    plain ? multiply_pixels(slopes, weights, channels, nullptr, to) : add_up_pixels(c, slopes, weights, to);
     tidy();
     return result;
   }

@@ -142,6 +142,7 @@ def windows(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], list[int
 @example(window=((4, 512, 7, 7), (512, 512, 3, 3), [1, 1], [1, 1], [1, 1]), biased=False, dtype=LOW[0], threads=2)
 @example(window=((3, 3000, 5, 5), (121, 3000, 3, 4), [1, 1], [1, 1], [1, 1]), biased=True, dtype=LOW[1], threads=2)
 @example(window=((1, 900, 5, 5), (115, 900, 2, 4), [1, 1], [2, 4], [1, 2]), biased=True, dtype=LOW[1], threads=2)
+@example(window=((1, 1024, 3, 3), (512, 1024, 1, 1), [1, 1], [1, 1], [1, 1]), biased=True, dtype=LOW[0], threads=2)
 @example(window=((2, 700, 9), (300, 700, 3), [1], [4], [3]), biased=False, dtype=LOW[0], threads=1)
 # filters of one channel: more rows than a stripe has, padding beyond the window, two for each channel, many weights,
 # a sequence, a stride, which is torch's
